@@ -77,17 +77,14 @@ UNHARMED = [("own", None), "own None", ("own", "its own"), ("own", None)]
 
 def test_a_process_forked_while_another_thread_compiles_has_no_quirks_variables():
     with compiling_elsewhere(QUIRK):
-        assert seen() == ("quirk", "quirk")
-        assert in_a_fork(looks) == UNHARMED
+        assert (seen(), in_a_fork(looks)) == (("quirk", "quirk"), UNHARMED)
         assert seen() == ("quirk", "quirk")  # the compile goes on here
-    assert seen() == ("own", None)
-    assert looks() == UNHARMED
+    assert (seen(), looks()) == (("own", None), UNHARMED)
 
 
 def test_inner_compiles_are_taken_back_too():
     with compiling_elsewhere(QUIRK, {SET: "inner"}):
-        assert seen() == ("inner", "quirk")
-        assert in_a_fork(looks) == UNHARMED
+        assert (seen(), in_a_fork(looks)) == (("inner", "quirk"), UNHARMED)
         assert (outside().get(SET), outside().get(NEW)) == ("own", None)
 
 
@@ -145,8 +142,7 @@ def test_an_interrupted_compile_leaves_nothing_behind():
 
     with pytest.raises(Interrupt), compile_environment(QUIRK):
         raise Interrupt
-    assert seen() == ("own", None)
-    assert outside().get(NEW) is None
+    assert (seen(), outside().get(NEW)) == (("own", None), None)
 
 
 ORPHAN = """

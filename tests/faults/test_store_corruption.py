@@ -98,11 +98,8 @@ def test_a_file_under_another_key_is_absent(tmp_path: Path) -> None:
     kept.add_incident(incident("one"))
     (tmp_path / "incidents" / "one.json").rename(tmp_path / "incidents" / "two.json")
     fresh = CompileStore(tmp_path)
-    assert fresh.get(KEYS[0]) == record(KEYS[0])
-    assert fresh.get(KEYS[1]) is None
-    assert fresh.incident("two") is None
-    assert list(fresh.incidents()) == []
-    assert fresh.count() == (1, 1)
+    assert (fresh.get(KEYS[0]), fresh.get(KEYS[1]), fresh.incident("two")) == (record(KEYS[0]), None, None)
+    assert (list(fresh.incidents()), fresh.count()) == ([], (1, 1))
 
 
 def test_one_kind_is_not_read_as_another() -> None:
@@ -133,8 +130,7 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["../../../etc/passwd", "x\0y", "x" * 5_000, "", "a/b"])
 def test_names_that_no_file_has(tmp_path: Path, name: str) -> None:
     kept = CompileStore(tmp_path)
-    assert kept.incident(name) is None
-    assert kept.get(name) is None
+    assert (kept.incident(name), kept.get(name)) == (None, None)
 
 
 def test_text_that_is_no_unicode_is_kept_with_replacements(tmp_path: Path) -> None:
@@ -163,8 +159,7 @@ def test_what_another_user_sealed_is_not_believed(tmp_path, monkeypatch, owner, 
     fresh = CompileStore(tmp_path)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        assert [fresh.get(key) for key in KEYS] == [None] * len(KEYS)
-        assert list(fresh.incidents()) == []
+        assert ([fresh.get(key) for key in KEYS], list(fresh.incidents())) == ([None] * len(KEYS), [])
     texts = [str(one.message) for one in said]
     assert len(texts) == 2, "one of records, one of incidents"
     assert all(why in text and "chown" in text for text in texts)
@@ -241,8 +236,7 @@ def _read(folder: Path, key: str) -> bool:
     found = CompileStore(folder).get(key)
     if found is None:
         return False
-    assert found.key == key
-    assert len(set(found.reason.split())) == 1
+    assert (found.key, len(set(found.reason.split()))) == (key, 1)
     return True
 
 
@@ -338,8 +332,7 @@ def test_lines_come_back_as_they_were_and_are_json(tmp_path: Path) -> None:
         for line in LINES:
             file.append(line)
     data = path.read_bytes()
-    assert data == b"".join(map(run_log.encode_record, LINES))
-    assert decoded(data) == LINES
+    assert (data, decoded(data)) == (b"".join(map(run_log.encode_record, LINES)), LINES)
     assert decoded(data[:-1]) == LINES[:-1], "a line without an end is left out"
     assert [msgspec.json.decode(line, type=Line) for line in data.splitlines()] == LINES, "other readers see no more"
     assert set(msgspec.json.decode(data.splitlines()[0])) == {"name", "figures", "sum"}

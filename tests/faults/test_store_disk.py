@@ -95,8 +95,7 @@ def test_a_folder_that_is_only_read(tmp_path: Path) -> None:
     CompileStore(tmp_path).put(record(KEYS[0], reason="root's"))
     said, before, gone = forked(_as_nobody, tmp_path)
     assert "Permission denied" in said
-    assert before == "root's"
-    assert gone == 0
+    assert (before, gone) == ("root's", 0)
     assert CompileStore(tmp_path).get(KEYS[0]) is not None
 
 
@@ -176,8 +175,7 @@ def test_without_a_home_the_cache_is_no_relative_folder() -> None:
     code += "os.environ.pop('XDG_CACHE_HOME', 0)\nfrom portattn.files import cache_folder\nprint(cache_folder())"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     assert Path(said).is_absolute()
-    assert Path(said).name == f"portattn-{os.geteuid()}"
-    assert cache_folder("given") == Path("given")
+    assert (Path(said).name, cache_folder("given")) == (f"portattn-{os.geteuid()}", Path("given"))
 
 
 @needs_root

@@ -367,8 +367,7 @@ def test_a_failure_of_the_system_is_not_kept_on_disk(tmp_path: Path, monkeypatch
     assert not failed.passed
     assert "Input/output error" in failed.reason
     key = ensure_compiled.code_key(made, launches)
-    assert store(settings).get(key) == failed
-    assert CompileStore(Path(settings.cache_dir)).get(key) is None
+    assert (store(settings).get(key), CompileStore(Path(settings.cache_dir)).get(key)) == (failed, None)
 
 
 def test_a_failure_of_the_system_says_nothing_about_a_canary() -> None:

@@ -143,8 +143,7 @@ def test_float8_cache(form: str) -> None:
         q, k_cache, v_cache, k, v, cache_seqlens=ints(3, 9, 0), page_table=table if form == "pages" else None,
         q_descale=descales[0], k_descale=descales[1], v_descale=descales[2], causal=True, return_softmax_lse=True,
     )  # fmt: skip
-    assert [tuple(t.shape) for t in rest] == [(0,), (0,)]
-    assert out.dtype is torch.bfloat16
+    assert ([tuple(t.shape) for t in rest], out.dtype) == ([(0,), (0,)], torch.bfloat16)
     for b, before in enumerate((3, 9, 0)):
         for cache, new in ((k_cache, k), (v_cache, v)):
             assert torch.equal(cache[order[b], before : before + 2].view(torch.int8), new[b].view(torch.int8))

@@ -40,9 +40,7 @@ def test_every_argument(name: str, sizes: tuple[int, int]) -> None:
     torch.manual_seed(1)
     q, k, v = strided(2, sizes[0], 4, 16), strided(2, sizes[1], 2, 16), strided(2, sizes[1], 2, 24)  # GQA, Dv ≠ D
     out, lse, masked = flash_attn_func(q, k, v, **scores, return_attn_probs=True)
-    assert lse.shape == (2, 4, sizes[0])
-    assert lse.dtype is torch.float32
-    assert masked.shape == (0,)
+    assert (lse.shape, lse.dtype, masked.shape) == ((2, 4, sizes[0]), torch.float32, (0,))
     assert torch.equal(out, flash_attn_func(q, k, v, **scores))
     for b in range(2):
         check_one(out[b], lse[b], q[b], k[b], v[b], math.inf, **of(scores, b))
@@ -193,9 +191,7 @@ def check(out: torch.Tensor, lse: torch.Tensor, q: Any, k: Any, v: Any, cu_k: to
 def test_every_argument_packed(name: str) -> None:
     q, k, v = packed()
     out, lse, masked = flash_attn_varlen_func(q, k, v, CU_Q, CU_K, 9, 11, **ALL[name], return_attn_probs=True)
-    assert out.shape == (14, 4, 24)
-    assert lse.shape == (4, 14)
-    assert masked.numel() == 0
+    assert (out.shape, lse.shape, masked.numel()) == ((14, 4, 24), (4, 14), 0)
     check(out, lse, q, k, v, CU_K, ALL[name])
 
 
@@ -327,7 +323,6 @@ REFUSED: list[tuple[Any, dict[str, Any], list[tuple[dict[str, Any], str]]]] = [
 def test_bad_input_is_one_error_in_flash_attn_s_names(call: Any, given: dict[str, Any], text: str) -> None:
     with pytest.raises(ArgumentError, match=f"^{call.__name__}: {text}") as caught:
         call(**given)
-    assert caught.value.op == call.__name__
-    assert caught.value.__cause__ is None
+    assert (caught.value.op, caught.value.__cause__) == (call.__name__, None)
     with pytest.raises(TypeError, match="unexpected keyword"):
         call(**given, scale=1.0)

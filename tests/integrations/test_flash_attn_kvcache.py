@@ -82,8 +82,7 @@ def test_append_and_attend(form: str, name: str, poisoned: str) -> None:
     assert lengths.tolist() == list(BEFORE)
     assert same_bits(cache.k, right_k)
     assert same_bits(cache.v, right_v)
-    assert out.shape == (3, 3, HEADS, V_WIDTH)
-    assert lse.shape == (3, HEADS, 3)
+    assert (out.shape, lse.shape) == ((3, 3, HEADS, V_WIDTH), (3, HEADS, 3))
     for b, before in enumerate(BEFORE):
         keys, values = (cache.of(tensor, b, 0, before + 3) for tensor in (cache.k, cache.v))
         check_one(out[b], lse[b], q[b], keys, values, math.inf, **SCORES[name])

@@ -81,8 +81,7 @@ def test_the_library_is_whole(repository):
         for folder, prefix in (("portattn", ""), ("backends", "backends/"), ("quirks", "quirks/"))
         for p in (ROOT / folder).rglob("*") if p.suffix in (".py", ".toml", ".c", ".jinja", ".js")
         and "__pycache__" not in p.parts}  # fmt: skip
-    assert own - written == set()
-    assert {path for path in written if "__pycache__" in path} == set()
+    assert (own - written, {path for path in written if "__pycache__" in path}) == (set(), set())
 
 
 def test_what_it_has_not_written_is_not_replaced(script, tmp_path, repository, capsys):

@@ -272,8 +272,7 @@ def generate(model: Any, **settings: Any) -> list[list[int]]:
     found = model.generate_batch(prompts(), generation_config=transformers.GenerationConfig(max_new_tokens=NEW,
         do_sample=False, eos_token_id=-1, pad_token_id=0), continuous_batching_config=config,
         progress_bar=False)  # fmt: skip
-    assert len(found) == len(LENGTHS)
-    assert [one.error for one in found.values()] == [None] * len(LENGTHS)
+    assert (len(found), [one.error for one in found.values()]) == (len(LENGTHS), [None] * len(LENGTHS))
     order = {tuple(one.prompt_ids): one.generated_tokens for one in found.values()}
     return [order[tuple(prompt)] for prompt in prompts()]
 
@@ -346,8 +345,7 @@ def test_the_cache_of_a_forward_that_is_run_again_is_looked_up_again() -> None:
     of_first, of_second = (_Group(0, "full_attention", begins, 4, None) for begins in (True, False))
     positions = torch.tensor([8, 9, 10, 11, 20, 32])
     first = _pages_of(cache, of_first, positions, begin, 5)
-    assert first.table.tolist() == [[2, 5], [8, 8]]
-    assert first.lengths.tolist() == [5, 1]
+    assert (first.table.tolist(), first.lengths.tolist()) == ([[2, 5], [8, 8]], [5, 1])
     positions += 4
     assert _pages_of(cache, of_second, positions, begin, 5) is first
     assert _pages_of(cache, of_first, positions, begin, 5).table.tolist() == [[3, 6], [9, 9]]

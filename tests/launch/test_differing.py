@@ -79,8 +79,7 @@ def test_tensors_that_are_one_tensor(seen: dict[str, Any]) -> None:
     other = ("two, twins kept", "equal, twins kept", "twins, two kept")
     assert ways(seen, *other) == dict.fromkeys(other, NOTHING)
     same = ("twins, twins kept", "other twins, twins kept", "twins, both kept", "two, both kept")
-    assert ways(seen, *same) == dict.fromkeys(same, KEPT)
-    assert seen["twins' launches"] == {"C": True, "python": True}
+    assert (ways(seen, *same), seen["twins' launches"]) == (dict.fromkeys(same, KEPT), {"C": True, "python": True})
 
 
 @pytest.mark.compiles
@@ -105,8 +104,7 @@ def test_a_handle_takes_no_other_sizes(seen: dict[str, Any]) -> None:
 
 @pytest.mark.compiles
 def test_sizes_of_a_class_in_turn(seen: dict[str, Any]) -> None:
-    assert seen["classes"] == 1
-    assert seen["sizes"] == {"C": True, "python": True}
+    assert (seen["classes"], seen["sizes"]) == (1, {"C": True, "python": True})
     assert seen["plans"] == [[2, 640], [3, 656], [3, 672], [2, 640], [3, 656]] * 2, (
         "last_plan is of the last call's sizes"
     )
@@ -116,8 +114,7 @@ def test_sizes_of_a_class_in_turn(seen: dict[str, Any]) -> None:
 def test_tensor_maps_follow_addresses_sizes_and_strides(seen: dict[str, Any]) -> None:
     if "maps" not in seen:
         pytest.skip("the variants need Triton 3.6 or newer")
-    assert seen["maps"]["path"] == "gluon_forward"
-    assert (seen["maps"]["C"], seen["maps"]["python"]) == (True, True)
+    assert (seen["maps"]["path"], seen["maps"]["C"], seen["maps"]["python"]) == ("gluon_forward", True, True)
     assert seen["maps"]["made by native.c"] == [True] * 4, "those of q, k, v and out, as Triton makes them"
 
 

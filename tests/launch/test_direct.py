@@ -67,8 +67,7 @@ def test_tensor_maps_are_made_for_each_address_and_kept(seen):
         pytest.skip("this Triton passes no tensor maps from the host")
     assert seen["maps"] == 2 * [[True, False], [False, True], [True, False]], "by Python and by C"
     assert seen["maps without a context"] == [1, 1], "a backward's thread may have none yet"
-    assert seen["hooked without a context"] == 1
-    assert seen["maps kept"] == [0, 64]
+    assert (seen["hooked without a context"], seen["maps kept"]) == (1, [0, 64])
     assert seen["maps by C"]
     assert not seen["maps of another make"], "native.c's maps are used where they are Triton's, byte for byte"
 
@@ -77,8 +76,7 @@ def test_tensor_maps_are_made_for_each_address_and_kept(seen):
 def test_hooks_threads_and_refusals(seen):
     assert seen["hooks"] == [["enter"], True], "a hook is called once, and the launch is the same"
     assert seen["context"] == [9], "a thread without a context gets one"
-    assert seen["refused"] == "CUDA's driver refused a launch: invalid argument"
-    assert seen["after"] == 1
+    assert (seen["refused"], seen["after"]) == ("CUDA's driver refused a launch: invalid argument", 1)
     assert seen["nothing"] == 0, "a grid of nothing launches nothing"
     assert seen["threads"] == [150, True], "every launch has its own addresses"
     if "scratch" in seen:

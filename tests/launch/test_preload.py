@@ -149,8 +149,7 @@ def test_a_kernel_is_loaded_without_its_launcher(active: Any) -> None:
     preload.load(kernel, "")
     assert made == []
     assert active.launcher_cls is Made
-    assert kernel.run(1) == ("source", "metadata", (1,))
-    assert len(made) == 1
+    assert (kernel.run(1), len(made)) == (("source", "metadata", (1,)), 1)
 
 
 def test_the_drivers_class_is_put_back_whatever_happens(active: Any) -> None:

@@ -53,19 +53,24 @@ class VendorKernels(types.ModuleType):
         if name not in GRADIENT_OF:
             assert not any(isinstance(v, torch.Tensor) and v.requires_grad for v in bound.values()), "for inference"
             return KERNELS[name](**bound)
-        return _Formula.apply(name, bound, *(bound[operand] for operand in OPERANDS))
+        return differentiable(lambda name, bound: KERNELS[name](**bound), name, bound)
+
+
+def differentiable(run: Callable[[str, dict[str, Any]], Any], name: str, bound: dict[str, Any]) -> Any:
+    """Return the results of a fusion operator by `run`, as torch_npu's formula differentiates it."""
+    return _Formula.apply(run, name, bound, *(bound[operand] for operand in OPERANDS))
 
 
 class _Formula(torch.autograd.Function):
-    """A fusion operator as torch_npu's formula differentiates it: only the first result's gradient, `dy`, counts."""
+    """Only the first result's gradient, `dy`, counts."""
 
     @staticmethod
-    def forward(name: str, bound: dict[str, Any], *operands: torch.Tensor) -> Any:
-        return KERNELS[name](**bound | dict(zip(OPERANDS, operands, strict=True)))
+    def forward(run: Any, name: str, bound: dict[str, Any], *operands: torch.Tensor) -> Any:
+        return run(name, bound | dict(zip(OPERANDS, operands, strict=True)))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.name, ctx.bound, *operands = inputs
+        ctx.run, ctx.name, ctx.bound, *operands = inputs
         ctx.save_for_backward(*operands)
         ctx.set_materialize_grads(False)
 
@@ -78,9 +83,9 @@ class _Formula(torch.autograd.Function):
         given = {"scale_value": ctx.bound["scale"], "dy": dy, **ctx.bound}
         given |= dict(zip(OPERANDS, ctx.saved_tensors, strict=True))
         names = [argument.name for argument in SCHEMAS[gradient].arguments if argument.name in given]
-        dq, dk, dv, dpse, *_, dsink = KERNELS[gradient](**bind(SCHEMAS[gradient], (), {n: given[n] for n in names}))
+        dq, dk, dv, dpse, *_, dsink = ctx.run(gradient, bind(SCHEMAS[gradient], (), {n: given[n] for n in names}))
         found = zip(OPERANDS, (dq, dk, dv, dpse, dsink), strict=True)
-        return None, None, *(None if given[name] is None else tensor for name, tensor in found)
+        return None, None, None, *(None if given[name] is None else tensor for name, tensor in found)
 
 
 # Semantics of one sequence: q (N, Sq, D), k (Nk, Sk, D), v (Nk, Sk, Dv), seen (1 or N, Sq, Sk)
@@ -209,8 +214,7 @@ def _checked_fusion(a: dict[str, Any]) -> dict[str, Any]:
         assert tensor.shape[1] == heads or (heads % tensor.shape[1] == 0 and tensor is not query)
         assert 1 <= tensor.shape[-1] <= query.shape[-1] <= 768
         assert 1 <= tensor.shape[0 if packed else 2] <= 1 << 20
-    assert key.shape[:-1] == value.shape[:-1]
-    assert key.shape[-1] == query.shape[-1]
+    assert (key.shape[:-1], key.shape[-1]) == (value.shape[:-1], query.shape[-1])
     assert heads <= 256
     assert a["keep_prob"] == 1.0, "what it drops follows from no seed of portattn's"
     unused = ("padding_mask", "prefix", "dropout_mask", "query_rope", "key_rope", "q_start_idx", "kv_start_idx")
@@ -229,8 +233,7 @@ def _checked_fusion(a: dict[str, Any]) -> dict[str, Any]:
     else:
         _check_compressed_mask(a["sparse_mode"], a["atten_mask"], query.device)
     if a["sink"] is not None:
-        assert a["sink"].shape == (heads,)
-        assert a["sink"].dtype == torch.float32
+        assert (a["sink"].shape, a["sink"].dtype) == ((heads,), torch.float32)
     if a["pse"] is not None:
         assert not packed
         assert a["pse"].dtype == query.dtype
@@ -246,8 +249,7 @@ def fused_infer(**a: Any) -> tuple[torch.Tensor, torch.Tensor]:
     unused = [n for n in a if "quant" in n and "mode" not in n and n not in SCALES]
     unused += ["pse_shift", "query_padding_size", "kv_padding_size", "key_shared_prefix", "value_shared_prefix"]
     unused += ["actual_shared_prefix_len", "query_rope", "key_rope"]
-    assert [n for n in unused if a[n] is not None] == []
-    assert a["antiquant_mode"] == 0
+    assert ([n for n in unused if a[n] is not None], a["antiquant_mode"]) == ([], 0)
     assert a["input_layout"] in ("BNSD", "BSND"), "TND: no grouped heads"
     tokens_first = a["input_layout"] == "BSND"
     query, key, value = (a[name] for name in OPERANDS[:3])
@@ -276,8 +278,7 @@ def fused_infer(**a: Any) -> tuple[torch.Tensor, torch.Tensor]:
     assert key.dtype == value.dtype == (torch.int8 if quantised else query.dtype)
     assert quantised or (modes == (0, 0) and scales[1] is None)
     if a["block_table"] is None:
-        assert a["block_size"] == 0
-        assert key.shape[:2] + key.shape[3:] == (batch, kv_heads, head_dim)
+        assert (a["block_size"], key.shape[:2] + key.shape[3:]) == (0, (batch, kv_heads, head_dim))
         capacity = key.shape[2]
         expected = (3, (batch, kv_heads, capacity))
     else:
@@ -350,8 +351,7 @@ def _check_pages(
 ) -> int:
     """Return the tokens that a row of the table has room for."""
     table, size = a["block_table"], a["block_size"]
-    assert table.dtype == torch.int32
-    assert table.ndim == 2
+    assert (table.dtype, table.ndim) == (torch.int32, 2)
     assert table.is_contiguous()
     assert len(table) == batch
     assert a["actual_seq_lengths_kv"] is not None
@@ -408,8 +408,7 @@ def _check_compressed_mask(sparse_mode: int, mask: Any, device: torch.device) ->
     if sparse_mode == 0:
         assert mask is None
         return
-    assert mask.dtype == torch.bool
-    assert mask.device == device
+    assert (mask.dtype, mask.device) == (torch.bool, device)
     assert mask.is_contiguous()
     assert not mask.is_inference(), "could not be saved for a backward pass"
     assert torch.equal(mask, torch.ones(2048, 2048, dtype=torch.bool).triu(1))

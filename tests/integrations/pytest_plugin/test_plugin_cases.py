@@ -44,11 +44,8 @@ def test_each_case_ends_as_its_cell(pytester, inner):
     cases = {case.get("classname"): case for case in ElementTree.parse(pytester.path / "out.xml").iter("testcase")}
     case = cases[f"portattn.cuda:sm_100.{HERE}"]
     told = {one.get("name"): one.get("value") for one in case.iter("property")}
-    assert told["portattn_target"] == "cuda:sm_100"
-    assert told["portattn_toolchain"] == HERE
-    assert told["portattn_problem"] == NAME
-    assert told["portattn_path"] == "triton"
-    assert told["portattn_level"] == "compiles"
+    assert (told["portattn_target"], told["portattn_toolchain"]) == ("cuda:sm_100", HERE)
+    assert (told["portattn_problem"], told["portattn_path"], told["portattn_level"]) == (NAME, "triton", "compiles")
 
 
 def test_cases_are_chosen_like_tests(pytester, inner):
@@ -64,10 +61,8 @@ def test_cases_are_chosen_like_tests(pytester, inner):
     named = "--portattn-conformance=dense causal*"
     every = [f"portattn::{target}::{HERE}::{name}" for target in ("cuda:sm_90", "rocm:gfx942")
         for name in ("dense_causal_fp16_D=64", "dense_causal_bf16_D=128_GQA")]  # fmt: skip
-    assert ids() == ["test_it.py::test_dense"]
-    assert ids(named) == ["test_it.py::test_dense", *every]
-    assert ids(named, "-k", "gfx942 and bf16") == every[-1:]
-    assert ids(named, "-m", "portattn_conformance") == every
+    assert (ids(), ids(named)) == (["test_it.py::test_dense"], ["test_it.py::test_dense", *every])
+    assert (ids(named, "-k", "gfx942 and bf16"), ids(named, "-m", "portattn_conformance")) == (every[-1:], every)
     assert ids(named, "--deselect", "portattn::rocm:gfx942") == ["test_it.py::test_dense", *every[:2]]
     assert ids(named, "portattn::") == every
     assert ids(named, "portattn::cuda:sm_90", every[-1]) == [*every[:2], every[-1]]
