@@ -3,14 +3,7 @@ position biases, packed rows. Each against `eager`, and each shown to matter."""
 
 import pytest
 import torch
-
-import portattn
-
-pytestmark = pytest.mark.transformers
-pytest.importorskip("transformers", reason="the transformers package is not installed")
-
-import transformers  # noqa: E402
-from tiny_models import (  # noqa: E402
+from tiny_models import (
     BATCH,
     CACHES,
     LENGTH,
@@ -26,11 +19,15 @@ from tiny_models import (  # noqa: E402
     plant,
     positions,
     tokens,
+    transformers,
     using,
 )
-from transformers import masking_utils as hf  # noqa: E402
+from transformers import masking_utils as hf
 
-from portattn.integrations import transformers_mask  # noqa: E402
+import portattn
+from portattn.integrations import transformers_mask
+
+pytestmark = pytest.mark.transformers
 
 # ---------------------------------------------------------------- windows, caps, sinks
 

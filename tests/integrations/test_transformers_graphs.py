@@ -7,32 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import BATCH, LENGTH, TOLERANCE, VOCABULARY, WINDOW, build, difference, padding, plant, tokens, using
+from tiny_models import transformers as transformers
+from transformers import AttentionInterface
+from transformers import masking_utils as hf
 
 import portattn
 from portattn.api import ops
+from portattn.integrations.transformers_mask import compact_mask
 
 pytestmark = pytest.mark.transformers
-pytest.importorskip("transformers", reason="the transformers package is not installed")
-
-import transformers  # noqa: E402
-from tiny_models import (  # noqa: E402
-    BATCH,
-    LENGTH,
-    TOLERANCE,
-    VOCABULARY,
-    WINDOW,
-    build,
-    difference,
-    padding,
-    plant,
-    tokens,
-    using,
-)
-from transformers import AttentionInterface  # noqa: E402
-from transformers import masking_utils as hf  # noqa: E402
-
-from portattn.integrations.transformers_mask import compact_mask  # noqa: E402
-
 SMALL = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "initializer_range": 0.4,

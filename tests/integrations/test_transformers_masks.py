@@ -5,19 +5,16 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import BATCH, LENGTH, TOLERANCE, build, difference, padding, tokens, using
+from transformers import AttentionInterface
+from transformers import masking_utils as hf
 
 import portattn
 from portattn.config import Settings
+from portattn.integrations import transformers_mask
+from portattn.integrations.transformers_mask import CompactMask, compact_mask
 
 pytestmark = pytest.mark.transformers
-pytest.importorskip("transformers", reason="the transformers package is not installed")
-
-from tiny_models import BATCH, LENGTH, TOLERANCE, build, difference, padding, tokens, using  # noqa: E402
-from transformers import AttentionInterface  # noqa: E402
-from transformers import masking_utils as hf  # noqa: E402
-
-from portattn.integrations import transformers_mask  # noqa: E402
-from portattn.integrations.transformers_mask import CompactMask, compact_mask  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

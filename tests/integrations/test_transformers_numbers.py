@@ -7,14 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-
-import portattn
-from portattn.api import ops
-
-pytestmark = pytest.mark.transformers
-pytest.importorskip("transformers", reason="the transformers package is not installed")
-
-from tiny_models import (  # noqa: E402
+from tiny_models import (
     BATCH,
     CACHES,
     FAMILIES,
@@ -32,8 +25,12 @@ from tiny_models import (  # noqa: E402
     using,
 )
 
-from portattn.integrations import transformers_mask  # noqa: E402
-from portattn.integrations.transformers import register  # noqa: E402
+import portattn
+from portattn.api import ops
+from portattn.integrations import transformers_mask
+from portattn.integrations.transformers import register
+
+pytestmark = pytest.mark.transformers
 
 # ---------------------------------------------------------------- logits
 

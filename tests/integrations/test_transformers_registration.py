@@ -11,25 +11,14 @@ from typing import Any
 import pytest
 import torch
 from places import DOCS
+from tiny_models import LENGTH, SIZES, VOCABULARY, build, padding, tokens, transformers, using
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.generation.continuous_batching import ContinuousBatchingManager
 
 import portattn
+from portattn.integrations.transformers import goes_through_interface, register
 
 pytestmark = pytest.mark.transformers
-pytest.importorskip("transformers", reason="the transformers package is not installed")
-
-import transformers  # noqa: E402
-from tiny_models import LENGTH, SIZES, VOCABULARY, build, padding, tokens, using  # noqa: E402  # noqa: E402
-from transformers import (  # noqa: E402
-    AttentionInterface,
-    AttentionMaskInterface,
-    PreTrainedModel,
-)
-from transformers.generation.continuous_batching import ContinuousBatchingManager  # noqa: E402
-
-from portattn.integrations.transformers import (  # noqa: E402
-    goes_through_interface,
-    register,
-)
 
 # ---------------------------------------------------------------- registering
 

@@ -1,4 +1,5 @@
-"""Tiny random-weight models, batches with padding, and how far two sets of logits differ."""
+"""Tiny random-weight models, batches with padding, and how far two sets of logits differ. A file that imports it first
+is skipped where transformers is not installed."""
 
 import contextlib
 from collections.abc import Callable, Iterator
