@@ -76,14 +76,13 @@ for name in opcalls.CALLS:
         CASES[f"{name} {dtype}"] = of_op(name, dtype=dtype, head_dim_v=opcalls.CALLS[name].get("head_dim_v", 16))
 PLAIN = dict.fromkeys(opcalls.LENGTHS, False) | {"head_dim_v": 16, "dtype": "fp16"}
 DECODE = {"leftpad_k": False, "seq_q": 1, "head_dim_v": 16, "dtype": "fp16"}
-CASES |= {
-    "dense": of_op("attention", **PLAIN), "causal": of_op("attention", **PLAIN, causal="bottom_right"),
+CASES |= {"dense": of_op("attention", **PLAIN), "causal": of_op("attention", **PLAIN, causal="bottom_right"),
     "top left": of_op("attention", **PLAIN, causal="top_left"),
     "right padding": of_op("attention", **PLAIN | {"seqlens_q": True, "seqlens_k": True}, causal="bottom_right"),
     "decode plain": of_op("decode", **DECODE), "decode rows": of_op("decode", **DECODE | {"seq_q": 3}),
     "bshd": of_op("attention", **PLAIN, layout="bshd"), "empty batch": of_op("attention", **PLAIN | {"batch": 0}),
-    "equal heads": of_op("attention", **PLAIN, heads_k=4), "no keys": of_op("attention", **PLAIN | {"seq_k": 0}),
-}  # fmt: skip
+    "equal heads": of_op("attention", **PLAIN, heads_k=4),
+    "no keys": of_op("attention", **PLAIN | {"seq_k": 0})}  # fmt: skip
 for name, fields in {"window": {"window_left": 4}, "softcap": {"softcap": True}, "bias": {"bias": True},
         "sinks": {"sinks": True}, "alibi": {"alibi_slopes": True}, "mask": {"mask": True}}.items():  # fmt: skip
     CASES[name] = of_op("attention", **PLAIN, **fields)

@@ -24,9 +24,8 @@ def python(folders: tuple[Path, ...], *arguments: str, **variables: str) -> str:
         pytest.skip(missing)
     path = os.pathsep.join(map(str, (*folders, HERE, TESTS, os.environ["PYTHONPATH"])))
     environment = os.environ | {"PYTHONPATH": path} | variables
-    done = subprocess.run(
-        [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
-    )
+    done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True,
+        timeout=SECONDS, check=False)  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.splitlines()[-1]
 

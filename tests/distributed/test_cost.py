@@ -53,10 +53,9 @@ def test_pairs_by_formula_are_those_by_counting() -> None:
         left, right = (source.choice([None, *range(-4, 9)]) for _ in "lr")
         if left is not None and right is not None and right < -left:
             continue
-        counted = sum(
-            (left is None or j >= i + keys - rows - left) and (right is None or j <= i + keys - rows + right)
-            for i, j in itertools.product(range(rows), range(keys))
-        )
+        counted = sum((left is None or j >= i + keys - rows - left)
+            and (right is None or j <= i + keys - rows + right)
+            for i, j in itertools.product(range(rows), range(keys)))  # fmt: skip
         assert pairs(rows, keys, left, right) == counted
 
 

@@ -310,9 +310,8 @@ def test_a_device_on_which_no_kernel_runs_is_said_once_and_torch_merges(monkeypa
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     collectives.can_fuse.cache_clear()
     try:
-        with pytest.warns(
-            portattn.FallbackWarning, match=r"merged by torch's operations: kernels do not run on cuda:0"
-        ):
+        with pytest.warns(portattn.FallbackWarning,
+                match=r"merged by torch's operations: kernels do not run on cuda:0"):  # fmt: skip
             assert not collectives.can_fuse(torch.device("cuda", 0))
         assert not collectives.can_fuse(torch.device("cuda", 0))
     finally:

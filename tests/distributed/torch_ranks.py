@@ -27,9 +27,8 @@ def inputs(heads_k: int, length: int, dtype: torch.dtype, seed: int = 0) -> list
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
-def expected(
-    tensors: list[torch.Tensor], is_causal: bool, scale: float | None, dtype: torch.dtype
-) -> list[torch.Tensor]:
+def expected(tensors: list[torch.Tensor], is_causal: bool, scale: float | None,
+        dtype: torch.dtype) -> list[torch.Tensor]:  # fmt: skip
     q, k, v = (t.to(dtype).clone().requires_grad_() for t in tensors[:3])
     repeat = q.shape[1] // k.shape[1]
     scores = q @ k.repeat_interleave(repeat, 1).transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
@@ -47,9 +46,8 @@ def judged(found: list[torch.Tensor], tensors: list[torch.Tensor], is_causal: bo
         for ours, right, torchs in zip(found, exact, same, strict=True)]  # fmt: skip
 
 
-def unmodified(
-    heads_k: int, length: int, dtype: torch.dtype, is_causal: bool, scale: float | None, order: str
-) -> dict[str, Any]:
+def unmodified(heads_k: int, length: int, dtype: torch.dtype, is_causal: bool, scale: float | None,
+        order: str) -> dict[str, Any]:  # fmt: skip
     """F.scaled_dot_product_attention inside of both context managers, forward and backward."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     tensors = inputs(heads_k, length, dtype)

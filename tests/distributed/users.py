@@ -167,9 +167,8 @@ def traffic(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
     for layout in ("zigzag", "contiguous"):
         parallel = context_parallel(layout=layout)
         x = torch.randn(1, 2, 32, 8)
-        for name, options in {
-            "full": {}, "causal": {"causal": True}, "window": {"causal": True, "window": (7, 0)},
-        }.items():  # fmt: skip
+        for name, options in {"full": {}, "causal": {"causal": True},
+                "window": {"causal": True, "window": (7, 0)}}.items():  # fmt: skip
             sent = 0
             parallel.attention(x, x, x, **options)
             found[f"{layout}: {name}"] = sent / (2 * x.numel())

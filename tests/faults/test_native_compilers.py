@@ -101,9 +101,8 @@ def test_whatever_cc_is(named: str, said: str, tmp_path: Path, monkeypatch: pyte
 def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CC", "")
-    assert forked(_load, tmp_path / "cache") == (
-        False, "no C compiler: none of gcc, clang, cc is on the path, and CC is not set",
-    )  # fmt: skip
+    assert forked(_load, tmp_path / "cache") == (False,
+        "no C compiler: none of gcc, clang, cc is on the path, and CC is not set")  # fmt: skip
 
 
 def _without_header(folder: Path) -> tuple[bool, str]:
@@ -146,9 +145,8 @@ def test_without_a_home(tmp_path: Path) -> None:
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     environment |= {"TMPDIR": str(tmp_path), "CC": "false"}
     code = "from portattn.launch import native; print(native.load()[1])"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=SECONDS, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment,
+        timeout=SECONDS, check=True)  # fmt: skip
     assert done.stdout.strip()
 
 
@@ -177,10 +175,9 @@ def test_an_interrupt_passes_through(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """Ctrl-C while a compiler runs: it ends with all it started, and leaves no half file."""
     started = tmp_path / "started"
     monkeypatch.setenv("CC", script(tmp_path, f'echo half > "$out"\nsleep 1000 &\necho $! > {started}\nwait'))
-    child = subprocess.Popen(
-        [sys.executable, "-c", INTERRUPTED, str(tmp_path / "cache")], stdout=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}, preexec_fn=interruptible,
-    )  # fmt: skip
+    child = subprocess.Popen([sys.executable, "-c", INTERRUPTED, str(tmp_path / "cache")], stdout=subprocess.PIPE,
+        text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        preexec_fn=interruptible)  # fmt: skip
     end = time.monotonic() + SECONDS
     while not (started.exists() and started.read_text().strip()) and time.monotonic() < end:
         time.sleep(0.02)

@@ -65,9 +65,8 @@ def test_a_second_answer_to_one_request_is_not_taken_for_the_next(tmp_path: Path
     with Worker(python=planted(tmp_path, "answer(facts={'asked': number})\nanswer(facts={'asked': number})")) as worker:
         assert worker.request("compile", SECONDS).facts == {"asked": 1}
         second = worker.request("compile", SECONDS)
-        assert (second.kind, second.message) == (
-            "ProtocolError", "the worker answered request 1 where it was asked request 2",
-        )  # fmt: skip
+        assert (second.kind, second.message) == ("ProtocolError",
+            "the worker answered request 1 where it was asked request 2")  # fmt: skip
         assert worker.request("compile", SECONDS).facts == {"asked": 3}
 
 
@@ -190,9 +189,8 @@ def test_serve_answers_every_line(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, str(SERVE)], input="\n".join(lines) + "\n", capture_output=True, text=True,
         timeout=SECONDS, check=True)  # fmt: skip
     answers = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [(a["id"], a["ok"], a["version"]) for a in answers] == [
-        (None, False, 2), (None, False, 2), (None, False, 2), (None, False, 2), (5, False, 2), (6, False, 2),
-    ]  # fmt: skip
+    assert [(a["id"], a["ok"], a["version"]) for a in answers] == [(None, False, 2), (None, False, 2), (None, False, 2),
+        (None, False, 2), (5, False, 2), (6, False, 2)]  # fmt: skip
 
 
 READS_AND_PRINTS = """\

@@ -39,8 +39,7 @@ def test_a_python_that_does_not_know_where_it_is(executable: str) -> None:
         f"import sys\nsys.executable = {executable}\n" "from portattn.compile.ensure_compiled import new_worker\n"
         "from portattn.worker.client import Worker\n" "for worker in (Worker(), new_worker()):\n"
         "    reply = worker.request('hello', 60)\n"
-        "    print(reply.outcome, reply.stage, reply.unavailable, reply.message, sep='|')\n"
-    )  # fmt: skip
+        "    print(reply.outcome, reply.stage, reply.unavailable, reply.message, sep='|')\n")  # fmt: skip
     line = "crash|start|True|a worker cannot be started: sys.executable is empty, and Worker was given no `python`"
     assert told.splitlines() == [line, line]
 
@@ -73,8 +72,7 @@ def test_no_descriptors_are_left(tmp_path: Path) -> None:
         "    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))\n"
         "    print(reply.outcome, reply.unavailable, reply.kind, reply.message.rpartition(': ')[2],\n"
         "          sum(name.startswith('portattn-worker-') for name in os.listdir(folder)), sep='|')\n"
-        "print(worker.request('hello', 60).outcome)\n", {"TMPDIR": str(tmp_path)},
-    )  # fmt: skip
+        "print(worker.request('hello', 60).outcome)\n", {"TMPDIR": str(tmp_path)})  # fmt: skip
     *limited, last = told.splitlines()
     assert limited[:4] == ["crash|True|OSError|Too many open files|0"] * 4
     assert set(limited) <= {"crash|True|OSError|Too many open files|0", "ok|False|||0"}
@@ -138,9 +136,8 @@ def test_the_streams_fail_in_mid_request(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("place", ["missing", "a file"])
 def test_no_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     (tmp_path / "a file").touch()
-    kind, text = (
-        ("FileNotFoundError", "No such file") if place == "missing" else ("NotADirectoryError", "Not a directory")
-    )
+    kind, text = (("FileNotFoundError", "No such file") if place == "missing" else ("NotADirectoryError",
+        "Not a directory"))  # fmt: skip
     worker = Worker(python=planted(tmp_path, "answer()"))
     with monkeypatch.context() as patch:
         patch.setattr(tempfile, "tempdir", str(tmp_path / place))
@@ -228,9 +225,8 @@ def test_a_field_that_json_cannot_carry_is_the_callers_error(tmp_path: Path, nam
     with Worker(python=planted(tmp_path, "answer()")) as worker:
         assert worker.request("compile", SECONDS).outcome == "ok"
         child = worker._child
-        with pytest.raises(
-            ArgumentError, match=rf"Worker\.request: planted is {shown}, but must be what JSON can carry"
-        ):
+        with pytest.raises(ArgumentError,
+                match=rf"Worker\.request: planted is {shown}, but must be what JSON can carry"):  # fmt: skip
             worker.request("compile", SECONDS, fine=1, planted=value)
         assert worker.request("compile", SECONDS).outcome == "ok"
         assert worker._child is child

@@ -77,9 +77,8 @@ def draw(seed: int, number: int, device: str) -> Case:
     strides = r.choice(STRIDES)
     if wild == "keys of NaN" and strides == "expanded":
         strides = "plain"
-    if strides == "combined" and (
-        not fields.get("page_size") or fields["op"] == "mla_attention" or fields["head_dim"] != fields["head_dim_v"]
-    ):
+    if strides == "combined" and (not fields.get("page_size") or fields["op"] == "mla_attention"
+            or fields["head_dim"] != fields["head_dim_v"]):  # fmt: skip
         strides = "plain"
     backends = ("interpreter", "interpreter", "reference", "auto") if device == "cpu" else ("auto", "auto", "triton")
     return Case(problem=Problem(**fields), seed=r.randrange(2**20), backend=r.choice(backends), strides=strides,
@@ -91,9 +90,8 @@ def _takes(fields: dict[str, Any], field: str) -> bool:
     packed = fields.get("total_q") is not None
     if not field:  # numbers of other formats are wild already, and a latent row is a value too
         return fields.get("kv_format", "as_q") == "as_q" and fields["op"] != "mla_attention"
-    return {
-        "bias": fields["op"] != "sparse_attention" and not packed, "log_weights": fields["op"] == "sparse_attention",
-    }.get(field, True)  # fmt: skip
+    return {"bias": fields["op"] != "sparse_attention" and not packed,
+        "log_weights": fields["op"] == "sparse_attention"}.get(field, True)  # fmt: skip
 
 
 def _problem(r: random.Random, sizes: Sizes) -> dict[str, Any]:

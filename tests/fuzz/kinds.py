@@ -97,9 +97,8 @@ class Pool:
     def elements(self) -> int:
         return LARGE_POOL if self.large else POOL
 
-    def view(
-        self, dtype: str, third: int, shift: int, shape: tuple[int, ...], strides: tuple[int, ...]
-    ) -> torch.Tensor:
+    def view(self, dtype: str, third: int, shift: int, shape: tuple[int, ...],
+            strides: tuple[int, ...]) -> torch.Tensor:  # fmt: skip
         if dtype not in self._of:
             self._of[dtype] = self._made(TORCH[dtype])
         # In a large pool the thirds are near each other, and overlap: one tensor alone spans it.
@@ -213,9 +212,8 @@ def _paged(kind: Kind, shape: Shape, pool: Pool) -> dict[str, Any] | None:
     size = (pages, kind.page, hk, width)
     rows = 1 + shape.rows % 3 * (shape.rows % 5 == 0)
     q_size = (shape.rows, hq, width) if kind.packed else (shape.batch, hq, rows, width)
-    if not pool.fits(size, strides) or not pool.fits(
-        (*q_size, 1), (hq * rows * width * 2, rows * width, width, 1, 0)[: len(q_size) + 1]
-    ):
+    if not pool.fits(size, strides) or not pool.fits((*q_size, 1),
+            (hq * rows * width * 2, rows * width, width, 1, 0)[: len(q_size) + 1]):  # fmt: skip
         return None
     q = pool.view(kind.dtype, 0, shape.shift, q_size, _contiguous(q_size))
     k, v = (pool.view(kind.dtype, third, shape.shift, size, strides) for third in (1, 2))

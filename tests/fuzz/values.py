@@ -56,9 +56,8 @@ class Outcome(msgspec.Struct, frozen=True):
 
 def call_of(case: Case, device: str) -> Call:
     """The call: random_call's, with this case's poison and extremes."""
-    call = tolerance.random_call(
-        case.problem, case.seed, device=device, scale=case.scale, strides=case.strides, extremes=case.extremes
-    )
+    call = tolerance.random_call(case.problem, case.seed, device=device, scale=case.scale, strides=case.strides,
+        extremes=case.extremes)  # fmt: skip
     if case.problem.softcap:
         call.softcap = case.softcap
     generator = torch.Generator().manual_seed(case.seed + 1)
@@ -202,9 +201,8 @@ def prepared(device: str) -> Iterator[None]:
         dispatch.forget_plans()
 
 
-def work(
-    seed: int, device: str, seconds: float, stopped: Callable[[], bool], most: int = 2**31
-) -> Iterator[Found | int]:
+def work(seed: int, device: str, seconds: float, stopped: Callable[[], bool],
+        most: int = 2**31) -> Iterator[Found | int]:  # fmt: skip
     """Cases of a seed until the time is over; the first failures are made smaller."""
     end = time.monotonic() + seconds
     failures = 0

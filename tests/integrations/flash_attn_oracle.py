@@ -58,9 +58,8 @@ def one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, softmax_scale: flo
     return torch.einsum("hqk,khd->qhd", used.to(v.dtype), v), lse, probabilities
 
 
-def check_one(
-    out: torch.Tensor, lse: torch.Tensor | None, q: Any, k: Any, v: Any, nothing: float, **scores: Any
-) -> None:
+def check_one(out: torch.Tensor, lse: torch.Tensor | None, q: Any, k: Any, v: Any, nothing: float,
+        **scores: Any) -> None:  # fmt: skip
     """A sequence's result against the definition, under the error budget. nothing: the LSE of rows without keys."""
     expected, expected_lse, _ = one(q, k, v, **scores)
     same, same_lse, _ = one(q, k, v, **scores, exact=False)

@@ -46,9 +46,8 @@ def test_packed_heads() -> None:
     out = flash_attn_qkvpacked_func(stacked, window_size=(2, 1))
     for b in range(2):
         check_one(out[b], None, *(part[b] for part in stacked.unbind(2)), -math.inf, window_size=(2, 1))
-    with pytest.raises(
-        ArgumentError, match=r"^flash_attn_qkvpacked_func: num_heads_q is 5, but must be an integer that"
-    ):
+    with pytest.raises(ArgumentError,
+            match=r"^flash_attn_qkvpacked_func: num_heads_q is 5, but must be an integer that"):  # fmt: skip
         flash_attn_qkvpacked_func(qkv, num_heads_q=5)
 
 
@@ -91,9 +90,8 @@ def test_used_rows(name: str) -> None:
         for row in set(range(len(tensor))) - counted:
             tensor[row] = math.nan
     leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
-    out, lse = flash_attn_varlen_func(
-        *leaves, cu_q, cu_k, 9, 11, used_q, used_k, **SCORES[name], return_attn_probs=True
-    )
+    out, lse = flash_attn_varlen_func(*leaves, cu_q, cu_k, 9, 11, used_q, used_k, **SCORES[name],
+        return_attn_probs=True)  # fmt: skip
     seen = torch.zeros(17, dtype=torch.bool)
     for rows, keys in zip(places_q, places_k, strict=True):
         mine, its = slice(rows.start, rows.stop), slice(keys.start, keys.stop)
@@ -105,9 +103,8 @@ def test_used_rows(name: str) -> None:
     assert all(torch.isfinite(leaf.grad).all() for leaf in leaves)
     only_keys = flash_attn_varlen_func(q[:4], k, v, ints(0, 4), ints(0, 13), 4, 13, seqused_k=ints(8), **SCORES[name])
     check_one(only_keys, None, q[:4], k[:8], v[:8], -math.inf, **SCORES[name])
-    with pytest.raises(
-        ArgumentError, match=r"^flash_attn_varlen_func: seqused_k\[1\] is 6, but must be in 0\.\.5, the seq"
-    ):
+    with pytest.raises(ArgumentError,
+            match=r"^flash_attn_varlen_func: seqused_k\[1\] is 6, but must be in 0\.\.5, the seq"):  # fmt: skip
         flash_attn_varlen_func(q, k, v, cu_q, cu_k, 9, 11, None, ints(8, 6, 3))
 
 
@@ -139,10 +136,9 @@ def test_float8_cache(form: str) -> None:
     order = [2, 0, 1] if form == "pages" else [0, 1, 2]
     descales = [torch.rand(3, 2) + 0.5 for _ in range(3)]
     wide_q = q.double() * descales[0].double().repeat_interleave(2, 1)[:, None, :, None]
-    out, lse, *rest = flash_attn_with_kvcache(
-        q, k_cache, v_cache, k, v, cache_seqlens=ints(3, 9, 0), page_table=table if form == "pages" else None,
-        q_descale=descales[0], k_descale=descales[1], v_descale=descales[2], causal=True, return_softmax_lse=True,
-    )  # fmt: skip
+    out, lse, *rest = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=ints(3, 9, 0),
+        page_table=table if form == "pages" else None, q_descale=descales[0], k_descale=descales[1],
+        v_descale=descales[2], causal=True, return_softmax_lse=True)  # fmt: skip
     assert ([tuple(t.shape) for t in rest], out.dtype) == ([(0,), (0,)], torch.bfloat16)
     for b, before in enumerate((3, 9, 0)):
         for cache, new in ((k_cache, k), (v_cache, v)):

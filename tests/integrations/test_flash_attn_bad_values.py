@@ -95,9 +95,8 @@ def test_dtypes_are_those_of_the_function(name: str, dtype: torch.dtype) -> None
     for module, taken in ((flash_attn, floats), (flash_attn_interface, f"{floats}, {more}")):
         if dtype is not F8 or module is flash_attn:
             hint = r" \(hint: float\(\)\)" if dtype is torch.float64 else ".*"
-            with pytest.raises(
-                ArgumentError, match=rf"^flash_attn_func: {name}\.dtype is {dtype}, .* one of {taken}{hint}$"
-            ):
+            with pytest.raises(ArgumentError,
+                    match=rf"^flash_attn_func: {name}\.dtype is {dtype}, .* one of {taken}{hint}$"):  # fmt: skip
                 module.flash_attn_func(**given)
 
 
@@ -167,6 +166,5 @@ def test_without_sinks_they_are_flash_attn_s(tensors: tuple[torch.Tensor, ...]) 
     q, k, v = tensors
     given = (q[None], k[None], v[None])
     assert torch.equal(hub.flash_attn_func(*given), flash_attn.flash_attn_func(*given))
-    assert torch.equal(
-        hub.flash_attn_varlen_func(q, k, v, CU, CU, 7, 7), flash_attn.flash_attn_varlen_func(q, k, v, CU, CU, 7, 7)
-    )
+    assert torch.equal(hub.flash_attn_varlen_func(q, k, v, CU, CU, 7, 7),
+        flash_attn.flash_attn_varlen_func(q, k, v, CU, CU, 7, 7))  # fmt: skip

@@ -67,9 +67,8 @@ def test_the_kernels_give_the_same_as_the_reference() -> None:
 
 
 def test_no_keys_and_no_queries() -> None:
-    out, lse, _ = flash_attn_func(
-        torch.randn(2, 3, 4, 16), torch.randn(2, 0, 2, 16), torch.randn(2, 0, 2, 16), return_attn_probs=True
-    )
+    out, lse, _ = flash_attn_func(torch.randn(2, 3, 4, 16), torch.randn(2, 0, 2, 16), torch.randn(2, 0, 2, 16),
+        return_attn_probs=True)  # fmt: skip
     assert not out.any()
     assert (lse == math.inf).all()
     assert flash_attn_func(torch.randn(2, 0, 4, 16), *torch.randn(2, 2, 5, 2, 16).unbind()).shape == (2, 0, 4, 16)
@@ -80,11 +79,10 @@ def test_packed_tensors_are_read_where_they_lie(name: str) -> None:
     torch.manual_seed(4)
     q, kv, qkv = torch.randn(2, 5, 4, 16), torch.randn(2, 9, 2, 2, 16), torch.randn(2, 8, 3, 4, 16)
     scores = SCORES[name]
-    for packed, parts in (
+    for (out, lse, masked), parts in (
         (flash_attn_kvpacked_func(q, kv, **scores, return_attn_probs=True), (q, kv[:, :, 0], kv[:, :, 1])),
         (flash_attn_qkvpacked_func(qkv, **scores, return_attn_probs=True), tuple(qkv.unbind(2))),
     ):
-        out, lse, masked = packed
         assert masked.numel() == 0
         for b in range(2):
             check_one(out[b], lse[b], *(part[b] for part in parts), math.inf, **scores)
@@ -199,9 +197,8 @@ def test_lengths_as_tensors_of_one_element() -> None:
     """transformers gives them so."""
     q, k, v = packed()
     longest = torch.tensor(9), torch.tensor([11])
-    assert torch.equal(
-        flash_attn_varlen_func(q, k, v, CU_Q, CU_K, *longest), flash_attn_varlen_func(q, k, v, CU_Q, CU_K, 9, 11)
-    )
+    assert torch.equal(flash_attn_varlen_func(q, k, v, CU_Q, CU_K, *longest),
+        flash_attn_varlen_func(q, k, v, CU_Q, CU_K, 9, 11))  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["plain", "all"])
@@ -230,9 +227,8 @@ def test_pages(page: int, name: str) -> None:
             rows = slice(int(CU_K[b]) + place * page, int(CU_K[b]) + min((place + 1) * page, length))
             for cache, rows_of in ((k_pages, k), (v_pages, v)):
                 cache[table[b, place], : rows.stop - rows.start] = rows_of[rows]
-    out, lse, masked = flash_attn_varlen_func(
-        q, k_pages, v_pages, CU_Q, CU_K, 9, 11, **ALL[name], return_attn_probs=True, block_table=table
-    )
+    out, lse, masked = flash_attn_varlen_func(q, k_pages, v_pages, CU_Q, CU_K, 9, 11, **ALL[name],
+        return_attn_probs=True, block_table=table)  # fmt: skip
     assert masked.numel() == 0
     check(out, lse, q, k, v, CU_K, ALL[name])
 
@@ -240,9 +236,8 @@ def test_pages(page: int, name: str) -> None:
 def test_dropout_and_its_mask_packed() -> None:
     q, k, v = packed()
     given = ALL["causal_alibi"]
-    out, lse, masked = flash_attn_varlen_func(
-        q, k, v, CU_Q, CU_K, 10, 12, dropout_p=0.3, **given, return_attn_probs=True
-    )
+    out, lse, masked = flash_attn_varlen_func(q, k, v, CU_Q, CU_K, 10, 12, dropout_p=0.3, **given,
+        return_attn_probs=True)  # fmt: skip
     assert masked.shape == (3, 4, 10, 12)
     for b, (rows, keys) in enumerate(zip(LENGTHS_Q, LENGTHS_K, strict=True)):
         queries, its = slice(int(CU_Q[b]), int(CU_Q[b]) + rows), slice(int(CU_K[b]), int(CU_K[b]) + keys)

@@ -119,18 +119,16 @@ def test_pages_beside_queries_that_require_gradients() -> None:
     pages_k, pages_v = (torch.nn.functional.pad(t, (0, 0, 0, 0, 0, 6)).view(-1, 4, 2, 16) for t in (k, v))
     table, cu = ints(0, 1, 2, 3, 4, 5).view(3, 2), ints(0, 5, 13, 17)
     leaf = q.clone().requires_grad_()
-    out, lse, _ = flash_attn.flash_attn_varlen_func(
-        leaf, pages_k, pages_v, CU_Q, cu, 6, 8, causal=True, block_table=table, return_attn_probs=True
-    )
+    out, lse, _ = flash_attn.flash_attn_varlen_func(leaf, pages_k, pages_v, CU_Q, cu, 6, 8, causal=True,
+        block_table=table, return_attn_probs=True)  # fmt: skip
     assert out.requires_grad
     for b, length in enumerate((5, 8, 4)):
         mine = slice(*CU_Q[b : b + 2].tolist())
         keys, values = (pages[table[b].long()].flatten(0, 1)[:length] for pages in (pages_k, pages_v))
         check_one(out[mine].detach(), lse[:, mine].detach(), q[mine], keys, values, math.inf, causal=True)
     for result in (out, lse):
-        with pytest.raises(
-            RuntimeError, match=r"^flash_attn_varlen_func: block_table is \(3, 2\), but has no gradient"
-        ):
+        with pytest.raises(RuntimeError,
+                match=r"^flash_attn_varlen_func: block_table is \(3, 2\), but has no gradient"):  # fmt: skip
             result.sum().backward()
     assert leaf.grad is None
 
@@ -140,9 +138,8 @@ def test_float8_that_requires_gradients(is_packed: bool) -> None:
     q, k, v = (t.to(F8) for t in (packed() if is_packed else dense()))
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
     if is_packed:
-        out = flash_attn_interface.flash_attn_varlen_func(
-            *leaves, CU_Q, CU_K, 6, 9, seqused_q=ints(*LENGTHS_Q), seqused_k=ints(*LENGTHS_K), num_splits=3
-        )
+        out = flash_attn_interface.flash_attn_varlen_func(*leaves, CU_Q, CU_K, 6, 9, seqused_q=ints(*LENGTHS_Q),
+            seqused_k=ints(*LENGTHS_K), num_splits=3)  # fmt: skip
         parts = [(slice(*CU_Q[b : b + 2].tolist()), slice(*CU_K[b : b + 2].tolist())) for b in range(3)]
     else:
         out = flash_attn_interface.flash_attn_func(*leaves, num_splits=3)
@@ -370,9 +367,8 @@ def test_memory_for_other_results(name: str, is_packed: bool) -> None:
             lse = torch.zeros(4, 9) if is_packed else torch.zeros(2, 4, 5)
             given = [q, q, k, v, q, lse, into["dq"], into["dk"], into["dv"]]
             given += [*sizes, None] if is_packed else [None, 0.0, *tail, False, None, None]
-        with pytest.raises(
-            RuntimeError, match=rf"^{function.__name__}: {name} is .*, but must (have the shape|be a to)"
-        ):
+        with pytest.raises(RuntimeError,
+                match=rf"^{function.__name__}: {name} is .*, but must (have the shape|be a to)"):  # fmt: skip
             function(*given)
         written = [t for t in into.values() if isinstance(t, torch.Tensor) and t is not wrong]
         assert not any(t.any() for t in written)

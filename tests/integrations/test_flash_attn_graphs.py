@@ -114,17 +114,15 @@ def test_compiled_with_a_cache(form: str, grad: bool) -> None:
     recorded and queries require them, it computes without."""
     torch._dynamo.reset()
     torch.manual_seed(2)
-    given: dict[str, Any] = {
-        "own": {}, "batch_idx": {"cache_batch_idx": ints(2, 0)}, "pages": {"block_table": ints(3, 1, 0, 2).view(2, 2)},
-    }[form]  # fmt: skip
+    given: dict[str, Any] = {"own": {}, "batch_idx": {"cache_batch_idx": ints(2, 0)},
+        "pages": {"block_table": ints(3, 1, 0, 2).view(2, 2)}}[form]  # fmt: skip
     sizes = {"own": (2, 32), "batch_idx": (3, 32), "pages": (4, 16)}[form]
     angles = torch.randn(40, 8)
     cos, sin = angles.cos(), angles.sin()
 
     def step(q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, lengths: Any) -> Any:
-        return flash_attn.flash_attn_with_kvcache(
-            q, k_cache, v_cache, k, v, cos, sin, lengths, causal=True, return_softmax_lse=True, **given
-        )
+        return flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cos, sin, lengths, causal=True,
+            return_softmax_lse=True, **given)  # fmt: skip
 
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
     eager_caches = [torch.randn(*sizes, 2, 16) for _ in range(2)]

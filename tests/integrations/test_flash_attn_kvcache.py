@@ -76,9 +76,8 @@ def test_append_and_attend(form: str, name: str, poisoned: str) -> None:
         for i in range(3):
             right_k[cache.rows[b][before + i]], right_v[cache.rows[b][before + i]] = k[b, i], v[b, i]
     lengths = ints(*BEFORE)
-    out, lse = flash_attn_with_kvcache(
-        q, cache.k, cache.v, k, v, cache_seqlens=lengths, **cache.given, **SCORES[name], return_softmax_lse=True
-    )
+    out, lse = flash_attn_with_kvcache(q, cache.k, cache.v, k, v, cache_seqlens=lengths, **cache.given, **SCORES[name],
+        return_softmax_lse=True)  # fmt: skip
     assert lengths.tolist() == list(BEFORE)
     assert same_bits(cache.k, right_k)
     assert same_bits(cache.v, right_v)
@@ -181,9 +180,8 @@ def test_a_negative_length_takes_no_part(form: str) -> None:
     before = cache.k.clone(), cache.v.clone()
     q, k, v = torch.randn(3, 1, HEADS, WIDTH), torch.randn(3, 1, KV_HEADS, WIDTH), torch.randn(3, 1, KV_HEADS, V_WIDTH)
     lengths = ints(BEFORE[0], -1, -1)
-    out, lse = flash_attn_with_kvcache(
-        q, cache.k, cache.v, k, v, cache_seqlens=lengths, **cache.given, return_softmax_lse=True
-    )
+    out, lse = flash_attn_with_kvcache(q, cache.k, cache.v, k, v, cache_seqlens=lengths, **cache.given,
+        return_softmax_lse=True)  # fmt: skip
     for tensor, new, old in ((cache.k, k, before[0]), (cache.v, v, before[1])):
         old[cache.rows[0][BEFORE[0]]] = new[0, 0]
         assert same_bits(tensor, old)

@@ -42,12 +42,10 @@ def child(repository, *command):
     """What a process prints that has no installed portattn, from a folder that is no source tree."""
     environment = {**os.environ, "LOCAL_KERNELS": f"portattn/portattn={repository}", "HF_HUB_OFFLINE": "1"}
     environment[WITHOUT_PORTATTN] = "1"
-    environment["PYTHONPATH"] = os.pathsep.join(
-        [str(TESTS), *(p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and Path(p) != ROOT)]
-    )
-    ran = subprocess.run(
-        [sys.executable, *command], cwd=repository.parent, env=environment, capture_output=True, text=True, timeout=500
-    )
+    environment["PYTHONPATH"] = os.pathsep.join([str(TESTS),
+        *(p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and Path(p) != ROOT)])  # fmt: skip
+    ran = subprocess.run([sys.executable, *command], cwd=repository.parent, env=environment, capture_output=True,
+        text=True, timeout=500)  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     return json.loads(ran.stdout.splitlines()[-1])
 
@@ -67,9 +65,8 @@ def test_what_is_written(script, tmp_path, capsys):
         assert metadata["id"] == variant["id"]
         assert metadata["id"].isidentifier()
         assert metadata["backend"] == {"type": variant["name"].removeprefix("torch-")}
-        digests = {
-            path: base64.b64encode(hashlib.sha256(p.read_bytes()).digest()).decode() for path, p in files.items()
-        }
+        digests = {path: base64.b64encode(hashlib.sha256(p.read_bytes()).digest()).decode()
+            for path, p in files.items()}  # fmt: skip
         assert metadata["digest"] == {"algorithm": "sha256", "files": digests}
 
 

@@ -16,9 +16,8 @@ import portattn
 from portattn.integrations import sdpa, sdpa_mapping
 from portattn.integrations.sdpa_flash import Activation
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(attention, "register_flash_attention_impl"), reason="this torch has no such registry"
-)
+pytestmark = pytest.mark.skipif(not hasattr(attention, "register_flash_attention_impl"),
+    reason="this torch has no such registry")  # fmt: skip
 
 ATEN = torch.ops.aten
 IN_PLACE = "_flash_attention_forward_no_dropout_inplace"
@@ -157,9 +156,8 @@ def test_dense_forward_and_backward(rows, causal, dtype, torchs_backward):
     seen = seen.tril(5 - rows) if causal else seen
     leaves = [tensor.clone().requires_grad_() for tensor in given]
     with sdpa.flash_impl("cpu"):
-        out, lse, cum_q, cum_k, longest_q, longest_k, *state = ATEN._scaled_dot_product_flash_attention(
-            *leaves, 0.0, causal, scale=0.3
-        )
+        out, lse, cum_q, cum_k, longest_q, longest_k, *state = ATEN._scaled_dot_product_flash_attention(*leaves, 0.0,
+            causal, scale=0.3)  # fmt: skip
         assert path() == "portattn"
         found = torch.autograd.grad(out, leaves, gradient_of(out))
         assert path() == "torch"

@@ -205,9 +205,8 @@ def test_checkpointing_computes_again_by_the_same_way() -> None:
     q = Q.clone().requires_grad_()
     (right,) = torch.autograd.grad(ours(q, K, K, is_causal=True).square().sum(), q)
     with sdpa.replacement(), set_checkpoint_early_stop(False):
-        out = checkpoint(
-            lambda q: functional.scaled_dot_product_attention(q, K, K, is_causal=True), q, use_reentrant=False
-        )
+        out = checkpoint(lambda q: functional.scaled_dot_product_attention(q, K, K, is_causal=True), q,
+            use_reentrant=False)  # fmt: skip
         sdpa_mapping.note(None)
         out.square().sum().backward()
     assert path() == "portattn"

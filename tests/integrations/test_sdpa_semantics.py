@@ -186,9 +186,8 @@ def test_a_mask_beside_is_causal_is_torchs():
     if Version(torch.__version__).release >= (2, 14):
         raising.append(given)
     else:
-        torch.testing.assert_close(
-            ours(*given, attn_mask=mask, is_causal=True), theirs(*given, attn_mask=mask, is_causal=True)
-        )
+        torch.testing.assert_close(ours(*given, attn_mask=mask, is_causal=True),
+            theirs(*given, attn_mask=mask, is_causal=True))  # fmt: skip
         assert path() == "torch"
     for tensors_ in raising:
         for function in (theirs, ours):

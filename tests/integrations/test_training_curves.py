@@ -98,11 +98,8 @@ def test_a_gradient_that_is_a_thousandth_too_large_is_seen(mode, place, tmp_path
 
 @pytest.mark.parametrize(("mode", "argument"), [("padded", "leftpad_k"), ("plain", "causal")])
 def test_a_mask_that_is_lost_is_seen(mode, argument, tmp_path, monkeypatch):
-    right = integration.ops.attention
-    lost = {"leftpad_k": None, "causal": False}
-    monkeypatch.setattr(
-        integration.ops, "attention", lambda *t, **options: right(*t, **options | {argument: lost[argument]})
-    )
+    right, lost = integration.ops.attention, {argument: {"leftpad_k": None, "causal": False}[argument]}
+    monkeypatch.setattr(integration.ops, "attention", lambda *tensors, **options: right(*tensors, **options | lost))
     found = trained(tmp_path, mode)
     assert "losses" in off(found["portattn"], found["eager"])
 

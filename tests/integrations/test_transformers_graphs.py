@@ -146,9 +146,8 @@ def test_masks_are_read_in_a_graph_as_outside(name: str) -> None:
 # ---------------------------------------------------------------- generate()
 @pytest.mark.parametrize(("family", "name"), [("Llama", "none"), ("Llama", "left"), ("Mistral", "left")])
 @torch.no_grad()
-def test_generate_with_a_static_cache_and_a_compiled_forward(
-    models: dict[str, Any], family: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_generate_with_a_static_cache_and_a_compiled_forward(models: dict[str, Any], family: str, name: str,
+        monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     """The tokens of `sdpa`, by no more graphs."""
     model = models[family]
     arguments: dict[str, Any] = {
@@ -211,9 +210,8 @@ def test_an_exported_vision_model(strict: bool) -> None:
     torch.manual_seed(0)
     model = transformers.ViTModel(transformers.ViTConfig(image_size=16, patch_size=4, **SMALL)).eval()
     model.set_attn_implementation("portattn")
-    program = exported(
-        model, strict, {"pixel_values": {0: torch.export.Dim.DYNAMIC}}, pixel_values=torch.randn(2, 3, 16, 16)
-    )
+    program = exported(model, strict, {"pixel_values": {0: torch.export.Dim.DYNAMIC}},
+        pixel_values=torch.randn(2, 3, 16, 16))  # fmt: skip
     images = torch.randn(5, 3, 16, 16)
     model.set_attn_implementation("eager")
     assert difference(program(pixel_values=images).last_hidden_state, model(images).last_hidden_state, None) < TOLERANCE
@@ -221,9 +219,8 @@ def test_an_exported_vision_model(strict: bool) -> None:
 
 # ---------------------------------------------------------------- the same for all layers
 @torch.no_grad()
-def test_what_is_the_same_for_all_layers_is_put_together_once(
-    models: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_the_same_for_all_layers_is_put_together_once(models: dict[str, Any],
+        monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     from portattn.integrations.transformers_mask import CompactMask
 
     lengths = []
@@ -297,9 +294,8 @@ def test_windows_caps_and_sinks(models: dict[str, Any], family: str, monkeypatch
 
 @pytest.mark.parametrize(("family", "error"), [("Mistral", {"window": None}), ("Llama", {"causal": False})])
 @torch.no_grad()
-def test_planted_errors_show(
-    models: dict[str, Any], family: str, error: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_planted_errors_show(models: dict[str, Any], family: str, error: dict[str, Any],
+        monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     with using(models[family], "portattn") as model:
         right = generate(model)
         plant(monkeypatch, **error)

@@ -100,9 +100,8 @@ def test_they_say_what_the_boolean_mask_says(pattern: str, validate: str) -> Non
             valid &= torch.rand(valid.shape, generator=generator) < 0.8
         given = None if trial % 3 == 2 else valid
         offset = torch.tensor(past) if spare and decoder else past
-        expected = hf.sdpa_mask(
-            BATCH, q_length, kv_length, past, kv_offset, function, given, allow_is_causal_skip=False
-        ).expand(BATCH, 1, q_length, kv_length)[:, 0]
+        expected = hf.sdpa_mask(BATCH, q_length, kv_length, past, kv_offset, function, given,
+            allow_is_causal_skip=False).expand(BATCH, 1, q_length, kv_length)[:, 0]  # fmt: skip
         if validate == "never, holes seen":
             transformers_mask._with_holes.add(id(None))
         with portattn.settings(validate=validate.split(",")[0]):
@@ -309,9 +308,8 @@ def test_a_layer_without_a_mask_or_with_another_raises(models: dict[str, Any]) -
     q, kv = torch.randn(BATCH, 4, 5, 8), torch.randn(BATCH, 2, 5, 8)
     with pytest.raises(portattn.ArgumentError, match="does not make its masks through AttentionMaskInterface"):
         forward(layer, q, kv, kv, None)
-    with pytest.raises(
-        portattn.ArgumentError, match=r"made for \(3, 1, 5, 6\)', but this layer's scores are \(3, 1, 5, 5\)"
-    ):
+    with pytest.raises(portattn.ArgumentError,
+            match=r"made for \(3, 1, 5, 6\)', but this layer's scores are \(3, 1, 5, 5\)"):  # fmt: skip
         forward(layer, q, kv, kv, compact_mask(BATCH, 5, 6, 1))
     whole = compact_mask(BATCH, 5, 5)
     with pytest.raises(portattn.ArgumentError, match=r"sliding_window is 4, but this layer's mask was made without it"):

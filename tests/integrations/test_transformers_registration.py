@@ -28,9 +28,8 @@ def test_register_twice_is_once(registration):
     assert register("portattn", backend=None) is registration
     with pytest.raises(portattn.ArgumentError, match="'portattn' is registered with None: remove"):
         register(backend="reference")
-    with pytest.raises(
-        portattn.ArgumentError, match="backend is 'tritton', but must be one of auto, vendor, reference"
-    ):
+    with pytest.raises(portattn.ArgumentError,
+            match="backend is 'tritton', but must be one of auto, vendor, reference"):  # fmt: skip
         register("portattn_misspelt", backend="tritton")
 
 
@@ -193,9 +192,8 @@ def test_a_model_that_nobody_knows(attention, declared, refused, tmp_path, monke
 def test_a_part_of_a_model_is_refused_by_its_own_name():
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
     images = transformers.ViTConfig(image_size=16, patch_size=4, **sizes)
-    text = transformers.TrOCRConfig(
-        vocab_size=VOCABULARY, d_model=32, decoder_layers=1, decoder_attention_heads=4, decoder_ffn_dim=48
-    )
+    text = transformers.TrOCRConfig(vocab_size=VOCABULARY, d_model=32, decoder_layers=1, decoder_attention_heads=4,
+        decoder_ffn_dim=48)  # fmt: skip
 
     def make(implementation):
         config = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(images, text)

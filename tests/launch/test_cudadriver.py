@@ -113,9 +113,8 @@ def test_every_launch_has_its_addresses_and_sizes(monkeypatch, way):
         (launched,) = driver.taken()
         assert launched.parameters == expected(addresses, sizes)
         assert launched[:6] == (3, (sizes[0], 5, sizes[1]), (96, 1, 1), 1234, stream, [])
-    assert maps.asked == [(a[1], s[0], s[2]) for i, (_, a, s) in enumerate(calls) if i != 1], (
-        "a map is made anew where its address or sizes are others, and only there"
-    )
+    # A map is made anew where its address or sizes are others, and only there.
+    assert maps.asked == [(a[1], s[0], s[2]) for i, (_, a, s) in enumerate(calls) if i != 1]
 
 
 def test_launch_attributes(monkeypatch, way):

@@ -86,9 +86,8 @@ def test_tensors_that_are_one_tensor(seen: dict[str, Any]) -> None:
 def test_lengths_of_other_types(seen: dict[str, Any]) -> None:
     other = ("True after 3", "3.0 after 3", "None after 3", "1 after 3, k None", "3 after none")
     assert ways(seen, *other) == dict.fromkeys(other, NOTHING)
-    assert ways(seen, "3 after 3", "4 after 3", "none after none") == dict.fromkeys(
-        ("3 after 3", "4 after 3", "none after none"), KEPT
-    )
+    assert ways(seen, "3 after 3", "4 after 3", "none after none") == dict.fromkeys(("3 after 3", "4 after 3",
+        "none after none"), KEPT)  # fmt: skip
     assert seen["ways"][f"{2**70} after 3"] == ["nothing", "no class"], "validation names it"
 
 
@@ -105,9 +104,8 @@ def test_a_handle_takes_no_other_sizes(seen: dict[str, Any]) -> None:
 @pytest.mark.compiles
 def test_sizes_of_a_class_in_turn(seen: dict[str, Any]) -> None:
     assert (seen["classes"], seen["sizes"]) == (1, {"C": True, "python": True})
-    assert seen["plans"] == [[2, 640], [3, 656], [3, 672], [2, 640], [3, 656]] * 2, (
-        "last_plan is of the last call's sizes"
-    )
+    assert seen["plans"] == [[2, 640], [3, 656], [3, 672], [2, 640],
+        [3, 656]] * 2, ("last_plan is of the last call's sizes")  # fmt: skip
 
 
 @pytest.mark.compiles

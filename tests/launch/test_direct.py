@@ -93,9 +93,8 @@ def test_arguments_are_the_kernels_parameters(name, splits, device):
     for launch in launches:
         kernel = getattr(importlib.import_module(launch.module), launch.function)
         # In the kernel's order: a compile passes them by position (compile/ensure_compiled.py).
-        assert list(launch.arguments) == [
-            argument for argument in kernel.arg_names if argument not in launch.constexprs
-        ]
+        assert list(launch.arguments) == [argument for argument in kernel.arg_names
+            if argument not in launch.constexprs]  # fmt: skip
         assert set(launch.constexprs) <= set(kernel.arg_names)
 
 
@@ -179,7 +178,6 @@ print("right")
 def test_threads_interpret_one_after_the_other():
     """Triton's interpreter replaces functions of triton.language while it runs."""
     environment = os.environ | {"TRITON_INTERPRET": "1"}
-    ran = subprocess.run(
-        [sys.executable, "-c", THREADS], capture_output=True, text=True, timeout=240, check=False, env=environment
-    )
+    ran = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, timeout=240, check=False,
+        env=environment)  # fmt: skip
     assert (ran.returncode, ran.stdout) == (0, "right\n"), ran.stderr

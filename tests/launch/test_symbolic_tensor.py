@@ -21,12 +21,10 @@ def same(shaped: SymbolicTensor, tensor: torch.Tensor) -> None:
         assert plain_sizes(tuple(one)) == tuple(tensor.shape)
     assert (plain_sizes(tuple(shaped.stride())), plain_sizes(shaped.numel())) == (tensor.stride(), tensor.numel())
     assert shaped.is_contiguous() == tensor.is_contiguous()
-    assert (shaped.ndim, shaped.dim(), shaped.dtype, shaped.device) == (
-        tensor.ndim, tensor.ndim, tensor.dtype, tensor.device,
-    )  # fmt: skip
-    assert (shaped.element_size(), shaped.layout, shaped.requires_grad) == (
-        tensor.element_size(), tensor.layout, tensor.requires_grad,
-    )  # fmt: skip
+    assert (shaped.ndim, shaped.dim(), shaped.dtype, shaped.device) == (tensor.ndim, tensor.ndim, tensor.dtype,
+        tensor.device)  # fmt: skip
+    assert (shaped.element_size(), shaped.layout, shaped.requires_grad) == (tensor.element_size(), tensor.layout,
+        tensor.requires_grad)  # fmt: skip
     assert (shaped.is_neg(), shaped.is_nested, shaped.is_meta) == (False, False, False)
     assert shaped.resolve_neg() is shaped
     for axis in range(-tensor.ndim, tensor.ndim):
@@ -110,9 +108,8 @@ def test_contiguous_strides() -> None:
 
 def test_what_is_asked_of_a_device_type(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the public functions of its torch module, where there is no shorter way."""
-    module = SimpleNamespace(
-        current_device=lambda: 3, current_stream=lambda index: SimpleNamespace(npu_stream=index + 100)
-    )
+    module = SimpleNamespace(current_device=lambda: 3, current_stream=lambda index: SimpleNamespace(
+        npu_stream=index + 100))  # fmt: skip
     monkeypatch.setattr(torch, "npu", module, raising=False)
     asked: list[Any] = []
 

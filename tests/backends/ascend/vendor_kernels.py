@@ -106,9 +106,8 @@ def seen_keys(mode: int, rows: int, keys: int, band: tuple[int, int], mask: torc
     return ((diagonal >= -band[0]) & (diagonal <= band[1]))[None]
 
 
-def scores_of(
-    q: torch.Tensor, k: torch.Tensor, scale: float, seen: torch.Tensor, pse: torch.Tensor | None, pse_type: int
-) -> torch.Tensor:
+def scores_of(q: torch.Tensor, k: torch.Tensor, scale: float, seen: torch.Tensor, pse: torch.Tensor | None,
+        pse_type: int) -> torch.Tensor:  # fmt: skip
     products = q.double() @ k.double().repeat_interleave(q.shape[0] // k.shape[0], 0).mT
     if pse is not None and pse_type == 1:
         products = products + pse.double()
@@ -118,10 +117,9 @@ def scores_of(
     return scores.masked_fill(~seen, -math.inf)
 
 
-def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, seen: torch.Tensor,
-    pse: torch.Tensor | None = None, pse_type: int = 1, sink: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, seen: torch.Tensor,
+        pse: torch.Tensor | None = None, pse_type: int = 1,
+        sink: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return out, maximum and sum of the softmax, NaN in rows that see no key. Keys that no row sees are not read."""
     scores = scores_of(q, k, scale, seen, pse, pse_type)
     largest = scores.amax(-1)
@@ -346,9 +344,8 @@ def fused_infer_v2(**a: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return out.to(query.dtype), lse if a["return_softmax_lse"] else torch.zeros(0)
 
 
-def _check_pages(
-    a: dict[str, Any], key: torch.Tensor, batch: int, kv_heads: int, head_dim: int, one_row: bool, quantised: bool
-) -> int:
+def _check_pages(a: dict[str, Any], key: torch.Tensor, batch: int, kv_heads: int, head_dim: int, one_row: bool,
+        quantised: bool) -> int:  # fmt: skip
     """Return the tokens that a row of the table has room for."""
     table, size = a["block_table"], a["block_size"]
     assert (table.dtype, table.ndim) == (torch.int32, 2)
@@ -366,9 +363,8 @@ def _check_pages(
     return size * table.shape[1]
 
 
-def _cached(
-    cache: torch.Tensor, scale: torch.Tensor | None, table: torch.Tensor | None, b: int, length: int, heads: int
-) -> torch.Tensor:
+def _cached(cache: torch.Tensor, scale: torch.Tensor | None, table: torch.Tensor | None, b: int, length: int,
+        heads: int) -> torch.Tensor:  # fmt: skip
     """Return a sequence's keys or values (Nk, length, D); pages behind its end are not read."""
     if table is None:
         kept = cache[b, :, :length]

@@ -29,9 +29,8 @@ spills_fail = pytest.mark.skipif(HERE != CHOSEN_WITH, reason=f"the tiles were ch
 @spills_fail
 @pytest.mark.usefixtures("planted_compiler")
 def test_each_case_ends_as_its_cell(pytester, inner):
-    result = inner(
-        SELECTED, "--portattn-target=sm_80,sm_89", "--portattn-target", "sm_100,sm_120", "--junit-xml=out.xml", "-rfpP"
-    )
+    result = inner(SELECTED, "--portattn-target=sm_80,sm_89", "--portattn-target", "sm_100,sm_120",
+        "--junit-xml=out.xml", "-rfpP")  # fmt: skip
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.assert_outcomes(passed=1, failed=3)
     result.stdout.fnmatch_lines([f"portattn: cuda:sm_80 with {HERE}, *; 4 conformance cases of the quick set",
@@ -169,9 +168,8 @@ def test_an_expected_failure_must_fail_for_its_reason(pytester, inner, changes, 
     result.assert_outcomes(**outcome)
     result.stdout.fnmatch_lines([said])
     if "xfailed" in outcome:
-        inner(
-            SELECTED, f"--portattn-target={target}", "--portattn-expected=expected.toml", "--runxfail"
-        ).assert_outcomes(failed=1)
+        inner(SELECTED, f"--portattn-target={target}", "--portattn-expected=expected.toml",
+            "--runxfail").assert_outcomes(failed=1)  # fmt: skip
 
 
 @pytest.mark.parametrize(

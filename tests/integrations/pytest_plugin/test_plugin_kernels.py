@@ -207,9 +207,8 @@ def bare(folder: Path, module: str, source: str) -> subprocess.CompletedProcess[
     (only / "triton").symlink_to(Path(triton.__file__).parent)
     program = BARE.format(root=str(ROOT), triton=str(only), module=module, file=str(file))
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "TRITON_INTERPRET")}
-    return subprocess.run(
-        [sys.executable, "-S", "-c", textwrap.dedent(program)], capture_output=True, text=True, env=environment
-    )
+    return subprocess.run([sys.executable, "-S", "-c", textwrap.dedent(program)], capture_output=True, text=True,
+        env=environment)  # fmt: skip
 
 
 def test_a_module_is_imported_though_what_it_imports_is_not_there(tmp_path: Path) -> None:
