@@ -37,9 +37,6 @@ def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> lis
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
-# ---------------------------------------------------------------- the registry
-
-
 def test_nothing_is_active_until_it_is_asked_for() -> None:
     assert sdpa.register_flash_impl("cpu") in attention.list_flash_attention_impls()
     assert attention.current_flash_attention_impl() is None
@@ -112,9 +109,6 @@ def test_devices_that_are_none() -> None:
     if not torch.backends.cuda.is_built():
         with pytest.raises(portattn.PortattnError, match="not built for CUDA"):
             sdpa.register_flash_impl("cuda")
-
-
-# ---------------------------------------------------------------- the operators
 
 
 def backward_by_lse(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,

@@ -88,9 +88,6 @@ def quiet() -> Iterator[None]:
         yield
 
 
-# ---------------------------------------------------------------- compiled and recorded
-
-
 @pytest.mark.parametrize("dynamic", [False, True], ids=["fixed", "dynamic"])
 @pytest.mark.parametrize("name", CALLS)
 def test_a_compiled_call_is_one_node(name: str, dynamic: bool) -> None:
@@ -266,9 +263,6 @@ def test_autocast_of_a_compiled_call() -> None:
     assert compiled.nodes == [OURS]
 
 
-# ---------------------------------------------------------------- the block
-
-
 @pytest.mark.parametrize("name", ["plain", "boolean mask", "GQA", "5-D"])
 def test_the_block_around_a_compiled_call(name: str) -> None:
     call, tensors = CALLS[name]
@@ -370,9 +364,6 @@ def test_what_dynamo_sees_whole_is_not_compiled_again_outside_of_the_block() -> 
         before = list(compiled.nodes)
     torch.testing.assert_close(compiled.run(x), inside)
     assert compiled.nodes == before
-
-
-# ---------------------------------------------------------------- transforms and other tensors
 
 
 def vjp_of_ones(f: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -23,9 +23,6 @@ Q, K = torch.randn(2, 4, 3, 8, generator=SEED), torch.randn(2, 4, 5, 8, generato
 ours = sdpa.scaled_dot_product_attention
 
 
-# ---------------------------------------------------------------- what is told
-
-
 def test_a_call_of_torchs_warns_once_a_cause() -> None:
     double = Q.double()
     with pytest.warns(portattn.FallbackWarning, match="runs on torch's own kernels, not portattn: query is torch.fl"):
@@ -92,9 +89,6 @@ def test_a_plan_that_is_told_is_the_one_that_runs() -> None:
     told = sdpa.route(Q, K, K, mask).plan
     ours(Q, K, K, mask)
     assert told == portattn.last_plan()
-
-
-# ---------------------------------------------------------------- the block
 
 
 def test_the_block_serves_torchs_name() -> None:
@@ -229,9 +223,6 @@ def test_subclasses_know_themselves_what_sdpa_is() -> None:
     assert Loud.heard == 1
     assert type(out) is Loud
     assert sdpa.route(loud, K, K).reason == "query is a Loud, and portattn takes plain tensors"
-
-
-# ---------------------------------------------------------------- importing
 
 
 def test_importing_changes_nothing_of_torchs() -> None:

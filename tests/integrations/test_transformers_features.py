@@ -29,9 +29,6 @@ from portattn.integrations import transformers_mask
 
 pytestmark = pytest.mark.transformers
 
-# ---------------------------------------------------------------- windows, caps, sinks
-
-
 PLANTS = {
     "no window": {"window": None}, "a window one too wide": {"window": (WINDOW, None)},
     "a window one too narrow": {"window": (WINDOW - 2, None)}, "no cap": {"softcap": None}, "no sinks": {"sinks": None},
@@ -112,9 +109,6 @@ def test_sinks_of_another_dtype(dtype):
     assert difference(ours.float(), eager.float(), None) < (TOLERANCE if dtype == torch.float32 else 1.0)
 
 
-# ---------------------------------------------------------------- chunks (Llama 4), which are not windows
-
-
 @pytest.mark.parametrize("name", ["none", "left", "both"])
 @torch.no_grad()
 def test_chunked_attention(name, monkeypatch):
@@ -128,9 +122,6 @@ def test_chunked_attention(name, monkeypatch):
             assert difference(pieces, eager, mask) < TOLERANCE
         plant(monkeypatch, chunk=None)
         assert difference(model(ids, **arguments).logits, eager, mask) > PLANTED
-
-
-# ---------------------------------------------------------------- masks with holes
 
 
 def holes():
@@ -192,9 +183,6 @@ def test_generating_from_a_prompt_with_holes(models, options):
     assert portattn.last_plan().problem.mask
 
 
-# ---------------------------------------------------------------- masks of one's own, overlays
-
-
 def own_mask():
     """Causal, but for a prefix that sees itself, and with some keys taken out."""
     i, j = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)
@@ -254,9 +242,6 @@ def test_overlays(models, family, overlay, name):
     with using(model, "portattn"):
         assert difference(logits(**OVERLAYS[overlay]), eager, mask) < TOLERANCE
         assert difference(logits(), eager, mask) > PLANTED
-
-
-# ---------------------------------------------------------------- encoders, cross-attention, position biases
 
 
 ENCODER = {k: v for k, v in SIZES.items() if k not in ("num_key_value_heads", "head_dim")}
@@ -351,9 +336,6 @@ def test_generating_with_position_biases(t5, options):
     with using(t5, "portattn"):
         assert torch.equal(t5.generate(tokens(), **arguments), eager)
     assert len(set(eager.flatten().tolist())) > 4
-
-
-# ---------------------------------------------------------------- packed rows
 
 
 LENGTHS = [(5, 6), (11,), (2, 1, 8)]

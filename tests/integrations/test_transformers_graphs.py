@@ -36,7 +36,6 @@ def compiled(model: Any) -> Any:
     return torch.compile(model, fullgraph=True, backend="eager", dynamic=False)
 
 
-# ---------------------------------------------------------------- torch.compile
 @pytest.mark.parametrize(("family", "name"), [
     ("Llama", "none"), ("Llama", "both"), ("Mistral", "left"), ("Gemma2", "left"), ("GptOss", "none")
 ])  # fmt: skip
@@ -143,7 +142,6 @@ def test_masks_are_read_in_a_graph_as_outside(name: str) -> None:
         assert torch.equal(out.bool(), hf.sdpa_mask(1, 12, 12, mask_function=function, allow_is_causal_skip=False))
 
 
-# ---------------------------------------------------------------- generate()
 @pytest.mark.parametrize(("family", "name"), [("Llama", "none"), ("Llama", "left"), ("Mistral", "left")])
 @torch.no_grad()
 def test_generate_with_a_static_cache_and_a_compiled_forward(models: dict[str, Any], family: str, name: str,
@@ -172,7 +170,6 @@ def test_generate_with_a_static_cache_and_a_compiled_forward(models: dict[str, A
     assert 1 <= graphs["portattn"] <= graphs["sdpa"]
 
 
-# ---------------------------------------------------------------- torch.export
 def exported(model: Any, strict: bool, lengths: dict[str, Any], **given: Any) -> Any:
     shapes = {name: lengths.get(name) for name in given}
     with torch.no_grad():
@@ -217,7 +214,6 @@ def test_an_exported_vision_model(strict: bool) -> None:
     assert difference(program(pixel_values=images).last_hidden_state, model(images).last_hidden_state, None) < TOLERANCE
 
 
-# ---------------------------------------------------------------- the same for all layers
 @torch.no_grad()
 def test_what_is_the_same_for_all_layers_is_put_together_once(models: dict[str, Any],
         monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip

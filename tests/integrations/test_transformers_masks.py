@@ -22,9 +22,6 @@ def no_holes_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers_mask, "_with_holes", set())
 
 
-# ---------------------------------------------------------------- what they say
-
-
 def allowed(mask: CompactMask) -> torch.Tensor:
     """(B, Sq, Sk): what the ops make of the mask, by their documentation."""
     i, j = torch.arange(mask.q_length)[None, :, None], torch.arange(mask.kv_length)[None, None, :]
@@ -180,9 +177,6 @@ def test_what_hides_nothing_is_not_said() -> None:
     assert compact_mask(BATCH, 13, 13, mask_function=both).window == (11, 11)
 
 
-# ---------------------------------------------------------------- when they are read back
-
-
 def test_a_decoding_step_reads_nothing_back() -> None:
     """On the meta device there is nothing to read: any synchronisation would raise."""
     mask = torch.ones(BATCH, 20, dtype=torch.bool, device="meta")
@@ -260,9 +254,6 @@ def test_a_model_that_computes_with_its_mask_must_not_go_on() -> None:
     for compute in (lambda: scores + mask, lambda: torch.where(mask, scores, 0.0), lambda: scores.masked_fill(mask, 0)):
         with pytest.raises(portattn.ArgumentError, match=r"computes with its mask \(\w+\); use attn_implementation="):
             compute()
-
-
-# ---------------------------------------------------------------- refusals
 
 
 REFUSALS: list[tuple[dict[str, Any], str]] = [

@@ -32,8 +32,6 @@ from portattn.integrations.transformers import register
 
 pytestmark = pytest.mark.transformers
 
-# ---------------------------------------------------------------- logits
-
 
 @pytest.mark.parametrize("validate", ["always", "never"])
 @pytest.mark.parametrize("name", PADDINGS)
@@ -95,7 +93,6 @@ def test_bfloat16_keeps_its_dtype():
     assert difference(ours.float(), exact, mask) <= 2 * difference(eager.float(), exact, mask)
 
 
-# ---------------------------------------------------------------- caches
 @pytest.mark.parametrize("validate", ["always", "never"])
 @pytest.mark.parametrize("name", ["none", "left"])
 @pytest.mark.parametrize("cache", CACHES)
@@ -180,7 +177,6 @@ def test_left_padding_changes_no_tokens(models):
     assert torch.equal(batch[0, LENGTH:], alone[0, LENGTH - 4 :])
 
 
-# ---------------------------------------------------------------- compiling, kernels
 @torch.no_grad()
 def test_a_compiled_model_steps_around_the_call():
     model, mask = build("Llama", num_hidden_layers=1), padding("left")

@@ -20,8 +20,6 @@ from portattn.integrations.transformers import goes_through_interface, register
 
 pytestmark = pytest.mark.transformers
 
-# ---------------------------------------------------------------- registering
-
 
 def test_register_twice_is_once(registration):
     assert register() is registration
