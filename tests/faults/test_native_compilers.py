@@ -1,5 +1,6 @@
 """Whatever CC is and does, native.load gives the functions or one reason; nothing half done is left."""
 
+import functools
 import os
 import signal
 import subprocess
@@ -115,22 +116,14 @@ def test_without_python_h(tmp_path: Path) -> None:
     assert "Python.h" in refused(_without_header, tmp_path)
 
 
-def _under_a_limit(folder: Path) -> tuple[bool, str]:
-    no_file_over(4096)
+def _under_a_limit(size: int, folder: Path) -> tuple[bool, str]:
+    no_file_over(size)
     return _load(folder)
 
 
 def test_a_disk_that_is_full(tmp_path: Path) -> None:
-    assert refused(_under_a_limit, tmp_path / "cache")
-
-
-def _no_file_over_a_page(folder: Path) -> tuple[bool, str]:
-    no_file_over(1024)  # as on a full disk: what a compiler says has no place either
-    return _load(folder)
-
-
-def test_a_disk_that_takes_no_word_of_the_compiler(tmp_path: Path) -> None:
-    why = refused(_no_file_over_a_page, tmp_path)
+    assert refused(functools.partial(_under_a_limit, 4096), tmp_path / "cache")
+    why = refused(functools.partial(_under_a_limit, 1024), tmp_path)  # what a compiler says has no place either
     assert why.startswith(f"native.c was not compiled: no file can be written in {tmp_path}")
     assert why.endswith(": No space left on device")
 

@@ -9,6 +9,7 @@ import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from store_children import FORK, NOBODY, SECONDS, become_nobody, forked
@@ -57,11 +58,7 @@ def _loaded_again(folder: Path) -> tuple[bool, str]:
 
 def _only_loaded(folder: Path) -> tuple[bool, str]:
     """As `_loaded_again`, where nothing can be compiled."""
-
-    def refuse(place: Path) -> None:
-        raise BuildError(NOT_MADE)
-
-    native._compile = refuse
+    native._compile = Mock(side_effect=BuildError(NOT_MADE))
     return _loaded_again(folder)
 
 

@@ -9,6 +9,7 @@ import time
 import tracemalloc
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -299,11 +300,7 @@ def test_whatever_is_raised_in_a_request_ends_the_child(tmp_path, monkeypatch, e
     with Worker(python=planted(tmp_path, "answer()")) as worker:
         assert worker.request("compile", SECONDS).outcome == "ok"
         child = worker._child
-
-        def raises(seconds: float) -> bool:
-            raise error
-
-        monkeypatch.setattr(child.pipes, "move", raises)
+        monkeypatch.setattr(child.pipes, "move", Mock(side_effect=error))
         with pytest.raises(error):
             worker.request("compile", SECONDS)
         assert child.process.returncode is not None
@@ -340,11 +337,8 @@ def failing(monkeypatch: pytest.MonkeyPatch, worker: Worker) -> None:
         def fails(seconds: float) -> bool:
             move(seconds)
             if b"ttgir" in child.pipes._got:
-                monkeypatch.setattr(child.pipes, "move", breaks)
+                monkeypatch.setattr(child.pipes, "move", Mock(side_effect=OSError(5, os.strerror(5))))
             return True
-
-        def breaks(seconds: float) -> bool:
-            raise OSError(5, os.strerror(5))
 
         monkeypatch.setattr(child.pipes, "move", fails)
         return child

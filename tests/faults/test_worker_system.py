@@ -8,6 +8,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from support import problem
@@ -81,14 +82,11 @@ def test_no_descriptors_are_left(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [errno.EAGAIN, errno.ENOMEM, errno.EMFILE])
 def test_no_process_can_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    def fails(*_: object, **__: object) -> None:
-        raise OSError(number, os.strerror(number))
-
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     descriptors = len(os.listdir("/proc/self/fd"))
     worker = Worker()
     with monkeypatch.context() as patch:
-        patch.setattr(children.subprocess, "Popen", fails)
+        patch.setattr(children.subprocess, "Popen", Mock(side_effect=OSError(number, os.strerror(number))))
         reply = worker.request("hello", SECONDS)
     assert is_unavailable(reply, type(OSError(number, "")).__name__, os.strerror(number))
     assert not list(tmp_path.iterdir())
@@ -96,17 +94,14 @@ def test_no_process_can_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: object, **__: object) -> None:
-        raise MemoryError
-
     with Worker(python=planted(tmp_path, "answer()")) as worker:
         with monkeypatch.context() as patch:
-            patch.setattr(children.subprocess, "Popen", fails)
+            patch.setattr(children.subprocess, "Popen", Mock(side_effect=MemoryError))
             assert is_unavailable(worker.request("hello", SECONDS), "MemoryError", "MemoryError")
         assert worker.request("hello", SECONDS).outcome == "ok"
         process = worker._child.process
         with monkeypatch.context() as patch:
-            patch.setattr(worker._child.pipes, "move", fails)
+            patch.setattr(worker._child.pipes, "move", Mock(side_effect=MemoryError))
             reply = worker.request("hello", SECONDS)
         assert (reply.outcome, reply.kind, reply.unavailable) == ("crash", "MemoryError", True)
         assert process.returncode is not None
@@ -148,12 +143,9 @@ def test_no_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pl
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC, errno.EDQUOT])
 def test_a_temporary_folder_that_takes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    def fails(*_: object, **__: object) -> str:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(tempfile, "mkdtemp", fails)
-    assert is_unavailable(Worker(python=planted(tmp_path, "answer()")).request("hello", SECONDS), "OSError",
-                          os.strerror(number))  # fmt: skip
+    monkeypatch.setattr(tempfile, "mkdtemp", Mock(side_effect=OSError(number, os.strerror(number))))
+    reply = Worker(python=planted(tmp_path, "answer()")).request("hello", SECONDS)
+    assert is_unavailable(reply, "OSError", os.strerror(number))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 compare with. Nothing of the library is used but the error budget."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -76,6 +76,17 @@ def within(ours: torch.Tensor, expected: torch.Tensor, same: torch.Tensor, least
     assert torch.isfinite(ours).all()
     error, limit = largest(ours.detach().double() - expected), budget(ours.dtype, expected, same.detach(), least)
     assert error <= limit, f"error {error:.3g} beyond the budget {limit:.3g}"
+
+
+def within_gradients(found: Any, tensors: Any, loss: Callable[..., torch.Tensor]) -> None:
+    """Check gradients against those of loss(*tensors, exact=…), in float64 and in the tensors' dtype."""
+    results = []
+    for exact in (True, False):
+        leaves = [(t.detach().double() if exact else t.detach().clone()).requires_grad_() for t in tensors]
+        loss(*leaves, exact=exact).backward()
+        results.append([leaf.grad for leaf in leaves])
+    for ours, right, same in zip(found, *results, strict=True):
+        within(ours, right, same)
 
 
 def ints(*values: int) -> torch.Tensor:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from flash_attn_oracle import beginnings, check_one, ints, one, strided, within
+from flash_attn_oracle import beginnings, check_one, ints, one, strided, within_gradients
 
 import portattn
 from portattn.errors import ArgumentError
@@ -122,15 +122,12 @@ def test_gradients(name: str, dropout_p: float) -> None:
     weight = torch.randn_like(out)
     (out * weight).sum().backward()
     kept = ~torch.signbit(masked) if dropout_p else [None, None]
-    results: list[list[Any]] = []
-    for exact in (True, False):
-        theirs = [t.double().requires_grad_() if exact else t.clone().requires_grad_() for t in (q, k, v)]
-        for b in range(2):
-            given = {**of(scores, b), "kept": kept[b], "dropout_p": dropout_p, "exact": exact}
-            (one(*(t[b] for t in theirs), **given)[0] * weight[b]).sum().backward()
-        results.append([t.grad for t in theirs])
-    for ours, right, same in zip(leaves, *results, strict=True):
-        within(ours.grad, right, same)
+
+    def loss(*tensors: torch.Tensor, exact: bool) -> Any:
+        given: list[Any] = [{**of(scores, b), "kept": kept[b], "dropout_p": dropout_p} for b in range(2)]
+        return sum((one(*(t[b] for t in tensors), **given[b], exact=exact)[0] * weight[b]).sum() for b in range(2))
+
+    within_gradients([leaf.grad for leaf in leaves], (q, k, v), loss)
 
 
 def test_the_lse_has_a_gradient() -> None:
@@ -139,13 +136,11 @@ def test_the_lse_has_a_gradient() -> None:
     q, k = torch.randn(1, 5, 2, 16, requires_grad=True), torch.randn(1, 3, 2, 16)
     _, lse, _ = flash_attn_func(q, k, k, causal=True, return_attn_probs=True)
     lse.masked_fill(lse == math.inf, 0.0).square().sum().backward()
-    results = []
-    for exact in (True, False):
-        leaf = q.detach().double().requires_grad_() if exact else q.detach().clone().requires_grad_()
-        right = one(leaf[0, 2:], k[0], k[0], causal=True, exact=exact)[1]  # rows from 2 on see keys
-        right.square().sum().backward()
-        results.append(leaf.grad)
-    within(q.grad, *results)
+
+    def loss(leaf: torch.Tensor, exact: bool) -> torch.Tensor:
+        return one(leaf[0, 2:], k[0], k[0], causal=True, exact=exact)[1].square().sum()  # rows from 2 on see keys
+
+    within_gradients([q.grad], [q], loss)
     assert not q.grad[:, :2].any()
 
 
@@ -258,15 +253,13 @@ def test_gradients_packed(name: str) -> None:
     out = flash_attn_varlen_func(*leaves, CU_Q, CU_K, 9, 11, **ALL[name])
     weight = torch.randn_like(out)
     (out * weight).sum().backward()
-    found = []
-    for exact in (True, False):
-        q, k, v = (t.double().requires_grad_() if exact else t.clone().requires_grad_() for t in tensors)
-        for b in range(3):
-            queries, keys = slice(*CU_Q[b : b + 2].tolist()), slice(*CU_K[b : b + 2].tolist())
-            (one(q[queries], k[keys], v[keys], **ALL[name], exact=exact)[0] * weight[queries]).sum().backward()
-        found.append([t.grad for t in (q, k, v)])
-    for ours, right, same in zip(leaves, *found, strict=True):
-        within(ours.grad, right, same)
+
+    def loss(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, exact: bool) -> Any:
+        places = [(slice(*CU_Q[b : b + 2].tolist()), slice(*CU_K[b : b + 2].tolist())) for b in range(3)]
+        return sum((one(q[mine], k[its], v[its], **ALL[name], exact=exact)[0] * weight[mine]).sum()
+            for mine, its in places)  # fmt: skip
+
+    within_gradients([leaf.grad for leaf in leaves], tensors, loss)
 
 
 Q, K = torch.zeros(2, 5, 4, 16), torch.zeros(2, 7, 2, 16)

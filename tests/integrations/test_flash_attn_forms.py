@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flash_attn_oracle import beginnings, check_one, ints, one, within
+from flash_attn_oracle import beginnings, check_one, ints, one, within, within_gradients
 
 import portattn
 from portattn.errors import ArgumentError
@@ -314,14 +314,11 @@ def test_backward_by_parts_of_the_keys(is_packed: bool, width: int, backend: str
                 inner._flash_attn_backward(*given, *made, *scores, False)
             grads[0] += made[0]
             grads[1][:, part], grads[2][:, part] = made[1:]
-    results: list[list[Any]] = []
-    for exact in (True, False):
-        leaves = [(t.double() if exact else t).clone().requires_grad_() for t in (q, k, v)]
-        for b in range(2):
-            (one(*(t[b] for t in leaves), exact=exact)[0] * dout[b]).sum().backward()
-        results.append([t.grad for t in leaves])
-    for ours, right, same in zip(grads, *results, strict=True):
-        within(ours, right, same)
+
+    def loss(*tensors: torch.Tensor, exact: bool) -> Any:
+        return sum((one(*(t[b] for t in tensors), exact=exact)[0] * dout[b]).sum() for b in range(2))
+
+    within_gradients(grads, (q, k, v), loss)
 
 
 def test_forward_over_pages_and_used_rows() -> None:
@@ -393,15 +390,13 @@ def test_the_extension_s_argument_orders() -> None:
     end = (CU_Q, CU_K, None, 6, 9, 0.0, 0.25, False, True, -1, -1, 0.0, True)
     whole = (packed_out, p, pk, pv, packed_out, packed_lse, None, None, None)
     assert gpu.varlen_bwd(*whole, *end, None, state)[0].shape == p.shape
-    message = "`generator` argument is no longer supported"
-    with pytest.raises(RuntimeError, match=message):
-        gpu.fwd(q, k, v, None, None, 0.0, *tail, False, state)
-    with pytest.raises(RuntimeError, match=message):
-        gpu.bwd(out, q, k, v, out, lse, None, None, None, None, 0.0, *tail, False, state, None)
-    with pytest.raises(RuntimeError, match=message):
-        gpu.varlen_fwd(p, pk, pv, *middle, False, state, 0)
-    with pytest.raises(RuntimeError, match=message):
-        gpu.varlen_bwd(*whole, *end, state, None)
+    for function, given in (
+        (gpu.fwd, (q, k, v, None, None, 0.0, *tail, False, state)), (gpu.varlen_bwd, (*whole, *end, state, None)),
+        (gpu.bwd, (out, q, k, v, out, lse, None, None, None, None, 0.0, *tail, False, state, None)),
+        (gpu.varlen_fwd, (p, pk, pv, *middle, False, state, 0)),
+    ):  # fmt: skip
+        with pytest.raises(RuntimeError, match="`generator` argument is no longer supported"):
+            function(*given)
 
 
 @pytest.mark.parametrize("width", [16, 80])

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from places import WITHOUT_PORTATTN
@@ -115,10 +116,8 @@ def test_an_interrupted_run_keeps_the_older_one(script, repository, tmp_path, mo
 
 
 def test_a_full_disk_names_the_folder(script, tmp_path, monkeypatch, capsys):
-    def full(path, data):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as a write says it: without a name
-
-    monkeypatch.setattr(Path, "write_bytes", full)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as a write says it: without a name
+    monkeypatch.setattr(Path, "write_bytes", Mock(side_effect=full))
     monkeypatch.setattr(script.signal, "signal", lambda *given: None)  # this process keeps its handlers
     assert script.main(["--out", str(tmp_path / "kernel"), "--variants", "torch-cpu"]) == 2
     assert f"{tmp_path / 'kernel'} was not written: [Errno 28] No space left" in capsys.readouterr().err

@@ -165,16 +165,14 @@ def test_a_library_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_fields_that_do_not_fit_are_refused(module: Any) -> None:
-    with pytest.raises(TypeError, match="not all there"):
-        module.Kind(values=())
-    with pytest.raises(TypeError, match="not all there"):
-        module.Sized(inputs=())
-    with pytest.raises(ValueError, match="at most 64"):
-        module.Launches(b"", 0, 0, 65, (), (), ())
     launches = module.Launches(b"", 0, 0, 2, (), (), ((0, 4, 1),))
-    with pytest.raises(ValueError, match="2 addresses are needed, not 1"):
-        launches(7, [1], [3, 4])
-    with pytest.raises(ValueError, match="outputs are missing"):
-        launches(7, [1, 2], [3])
-    with pytest.raises(OverflowError):
-        launches(7, [1, -1], [3, 4])
+    for error, said, call in (
+        (TypeError, "not all there", lambda: module.Kind(values=())),
+        (TypeError, "not all there", lambda: module.Sized(inputs=())),
+        (ValueError, "at most 64", lambda: module.Launches(b"", 0, 0, 65, (), (), ())),
+        (ValueError, "2 addresses are needed, not 1", lambda: launches(7, [1], [3, 4])),
+        (ValueError, "outputs are missing", lambda: launches(7, [1, 2], [3])),
+        (OverflowError, None, lambda: launches(7, [1, -1], [3, 4])),
+    ):
+        with pytest.raises(error, match=said):
+            call()
