@@ -168,8 +168,8 @@ def ci(
     summary in Markdown is appended to $GITHUB_STEP_SUMMARY where that is set; on GitHub's runners each loss is an
     annotation, too.
 
-    Exit status 1: a cell is gone, or has lost its level, the core path, its variant or its interpreted numbers; or what
-    --fail-on names has happened. 2: bad input. 3: no cell could be compiled. 130: interrupted."""
+    Exit status 1: a cell is gone, or has lost its level, the core path, its variant, interpreted numbers or speed; or
+    what --fail-on names has happened. 2: bad input. 3: no cell could be compiled. 130: interrupted."""
     from portattn.files import takes_no_file, takes_no_files
     from portattn.tools.compare.report import verdict_line
     from portattn.tools.compare.sides import LEFT_OUT, read_request

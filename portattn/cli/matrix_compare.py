@@ -210,8 +210,8 @@ def diff(old: Path, new: Path, partial: bool, fail_on: tuple[str, ...], as_json:
 
     OLD and NEW are folders of `matrix run` or `matrix merge`, files of results, or baselines.
 
-    Exit status 1: a cell is gone, or has lost its level, the core path, its variant or its interpreted numbers; or what
-    --fail-on names has happened. 2: a run cannot be read. 3: the runs share no cell."""
+    Exit status 1: a cell is gone, or has lost its level, the core path, its variant, interpreted numbers or speed; or
+    what --fail-on names has happened. 2: a run cannot be read. 3: the runs share no cell."""
     from portattn.tools.compare.changes import KINDS, LOST, compare
     from portattn.tools.compare.verdict import words
     from portattn.tools.matrix import results

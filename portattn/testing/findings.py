@@ -120,6 +120,24 @@ def figure(numerics: Numerics) -> str:
     return ("" if numerics.outcome == "pass" else "FAIL: ") + ", ".join(parts)
 
 
+# A multiprocessor's registers are in so many parts, each of which holds whole warps. Source: NVIDIA's occupancy
+# calculator, whose number of warps by registers is rounded down to multiples of four (compute capability 5.0 and on).
+PARTS = 4
+
+
+def programs_a_core(facts: Facts, arch: Arch) -> int | None:
+    """Return how many programs of this code one compute unit has room for; None if unknown."""
+    warps = int(facts.get("num_warps", 4))
+    if not arch.core_threads or "registers" not in facts:
+        return None
+    unit, reserved = arch.register_unit, arch.reserved_memory
+    a_warp = -(-int(facts["registers"]) * arch.warp_size // unit) * unit
+    by_registers = PARTS * (arch.core_registers // PARTS // a_warp) // warps if a_warp else arch.core_registers
+    by_memory = (arch.scratchpad_bytes + reserved) // (int(facts.get("scratchpad_bytes", 0)) + reserved)
+    by_threads = arch.core_threads // (warps * arch.warp_size)
+    return min(by_registers, by_memory, by_threads)
+
+
 MATRIX_FACTS = ("wgmma", "tcgen05", "mma", "mfma", "wmma")  # keys of the worker's facts, see worker/compilers.py
 
 

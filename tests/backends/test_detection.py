@@ -5,6 +5,8 @@ import re
 import subprocess
 import sys
 import types
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +17,8 @@ from portattn.backends import BUILTIN
 from portattn.backends.ascend import AscendBackend
 from portattn.backends.cuda import CudaBackend
 from portattn.backends.rocm import RocmBackend
+from portattn.cli import doctor
+from portattn.planning import registry
 from portattn.planning.registry import load_arches
 
 
@@ -121,51 +125,97 @@ def test_other_errors_are_not_swallowed(gpu, monkeypatch):
     ("device", "arch"),
     [
         ("Ascend910B1", "ascend910b1"), ("Ascend910B2C", "ascend910b2"), ("Ascend910B3", "ascend910b3"),
-        ("Ascend910B4-1", "ascend910b4"), ("Ascend910_9382", "ascend910_93"), ("Ascend910_9362", "ascend910_93"),
+        ("Ascend910B4-1", "ascend910b4"), ("Ascend910_9382", "ascend910_93"), ("Ascend910_9363", "ascend910_93"),
         ("Ascend310P3", "ascend310p"), ("Ascend910B", None), ("Ascend910A", None), ("Ascend910ProB", None),
-        ("Ascend910_9589", "ascend910_95"), ("Ascend950DT_9571", None), ("Ascend310B4", None),
+        ("Ascend910_9589", "ascend910_95"), ("Ascend950DT_9581", "ascend910_95"), ("Ascend310B4", None),
+        ("Ascend950PR_9579", "ascend910_95"),
     ],
 )  # fmt: skip
-def test_ascend_device_names(device, arch):
+@pytest.mark.filterwarnings("error")
+def test_ascend_device_names(device: str, arch: str | None) -> None:
     assert AscendBackend().arch_of(device) == arch
 
 
-def torch_npu_package(folder, text, monkeypatch):
+@pytest.mark.parametrize(
+    ("device", "arch"),
+    [
+        ("Ascend910B9", "ascend910b2"), ("Ascend910B3C", "ascend910b3"), ("Ascend910_9399", "ascend910_93"),
+        ("Ascend950PR_9999", "ascend910_95"),
+    ],
+)  # fmt: skip
+def test_an_unknown_chip_of_a_known_family_is_planned_as_its_family(
+    device: str, arch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one warning that names both; the second device is as the first."""
+    monkeypatch.setattr("portattn.planning.backend._warned_of", set())
+    with pytest.warns(UserWarning, match=rf"^{device} is no chip .* planned as {arch}, a chip of its family$"):
+        assert AscendBackend().arch_of(device) == arch
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert AscendBackend().arch_of(device) == arch
+
+
+def torch_npu_package(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "torch_npu").mkdir()
     (folder / "torch_npu" / "__init__.py").write_text(text)
     monkeypatch.syspath_prepend(folder)
     # Set before it is deleted: monkeypatch then takes out what the test imports, too.
     monkeypatch.setitem(sys.modules, "torch_npu", None)
     monkeypatch.delitem(sys.modules, "torch_npu")
+    first_import = portattn.backends.ascend._import_error
+    monkeypatch.setattr(portattn.backends.ascend, "_import_error", first_import.__wrapped__)
 
 
 NPU = """
+def told(step, answer):
+    if step == {step!r}: raise {error}("half configured")
+    return answer
+
+told("import torch_npu", None)
 class npu:
     @staticmethod
-    def is_available(): return {available}
+    def is_available(): return told("torch_npu.npu.is_available()", {available})
     @staticmethod
     def get_device_name(index=None):
         if index not in (None, 0): raise AssertionError("Invalid NPU device id")
-        return "Ascend910B4-1"
+        return told("torch_npu.npu.get_device_name()", "Ascend910B4-1")
 """
 
 
-def test_ascend_detection(tmp_path, monkeypatch):
-    torch_npu_package(tmp_path, NPU.format(available=True), monkeypatch)
-    assert AscendBackend().detect() == "ascend910b4"
-    assert AscendBackend().detect(5) is None
+def npu_text(step: str = "", error: str = "", available: bool = True) -> str:
+    return NPU.format(step=step, error=error, available=available)
+
+
+def test_ascend_detection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch_npu_package(tmp_path, npu_text(), monkeypatch)
+    found = AscendBackend()
+    assert (found.detect(), found.describe(), found.trouble()) == ("ascend910b4", "Ascend910B4-1", "")
+    assert (found.detect(5), found.describe(5)) == (None, "")
+    assert found.trouble(5) == "torch_npu.npu.get_device_name(5) raised AssertionError: Invalid NPU device id"
+
+
+def test_ascend_without_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch_npu_package(tmp_path, npu_text(available=False), monkeypatch)
+    assert (AscendBackend().detect(), AscendBackend().trouble()) == (None, "")
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        NPU.format(available=False), "raise ImportError('libhccl.so: cannot open shared object file')",
-        "raise OSError('libascendcl.so')", "raise RuntimeError('Failed to load the backend extension')",
-    ],
-)  # fmt: skip
-def test_ascend_without_device_or_cann(text, tmp_path, monkeypatch):
-    torch_npu_package(tmp_path, text, monkeypatch)
-    assert AscendBackend().detect() is None
+    "step", ["import torch_npu", "torch_npu.npu.is_available()", "torch_npu.npu.get_device_name()"]
+)
+@pytest.mark.parametrize("error", ["RuntimeError", "OSError", "ImportError", "AssertionError", "AttributeError"])
+def test_cann_that_is_half_configured_raises_nothing(
+    step: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither detection nor the list of devices; `portattn doctor` has the error."""
+    torch_npu_package(tmp_path, npu_text(step, error), monkeypatch)
+    registry.detect_target.cache_clear()
+    try:
+        assert AscendBackend().detect() is None
+        assert [target.name for target in registry.devices()] == ["cpu:generic"]
+        (told,) = [item.value for item in doctor.backends().items if item.name == "ascend"]
+    finally:
+        registry.detect_target.cache_clear()
+    assert told == f"not detected: {step} raised {error}: half configured"
 
 
 def test_ascend_without_torch_npu(monkeypatch):

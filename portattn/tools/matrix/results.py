@@ -358,6 +358,8 @@ class _BaselineCell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     quirks: tuple[str, ...] = ()
     rejected: tuple[str, ...] = ()
     worse: dict[str, int] = {}
+    speed: dict[str, int] = {}
+    tile: str = ""
     looked: bool = True
     numbers: str = "pass"
     origin: str = ""

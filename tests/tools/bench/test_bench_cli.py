@@ -48,7 +48,7 @@ def test_bad_input(arguments, message):
 def test_without_a_device(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     called = bench("--set", "paged", "--set", "mla", "--json", exits=2)
-    assert "no CUDA or ROCm device" in json.loads(called.stdout)["error"]["message"]
+    assert "no device with events is here" in json.loads(called.stdout)["error"]["message"]
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: properties)
     monkeypatch.setattr("torch.cuda.empty_cache", lambda: None)
     monkeypatch.setattr(results, "this_target", lambda: "cuda:sm_90")
-    monkeypatch.setattr(rounds, "DeviceClock", lambda: fake)
+    monkeypatch.setattr(rounds, "DeviceClock", lambda device_type: fake)
     monkeypatch.setattr(firstcall, "measure", lambda case, index: firstcall.FirstCall(case=case.name, run=index))
 
     def on_the_cpu(set_, case, indices, device, *rest):

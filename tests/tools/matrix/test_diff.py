@@ -39,6 +39,10 @@ def test_the_same_run_has_no_changes(rocm, seen):
     assert (diff.compared, diff.changes) == (2, ())
 
 
+def tile(rows):
+    return PlanSummary(path="triton", kernel="dense_forward", launch={"block_m": rows})
+
+
 VARIANT = PlanSummary(path="gluon_forward", core_taken=False, schedule={"x": 1})
 LACKING = Numerics(outcome="not_run", where="interpreter", reason="numpy is too new")
 INSTALLED = "triton==3.6.0 is compiled with by installed → nothing"
@@ -55,6 +59,20 @@ CHANGES = {
     "what another path compiles is not compared": (
         {"plan": VARIANT, "kernels": kernel(spills=8)}, {"kernels": kernel(spills=9)}, {},
         {"variant": "path gluon_forward → triton"}, NOTHING,
+    ),
+    "a key loop of twice the instructions is lost": (
+        {"kernels": kernel(loop_instructions=400)}, {"kernels": kernel(loop_instructions=800)}, {},
+        {"speed": "dense_forward loop_instructions 400 → 800"}, NOTHING,
+    ),
+    "scratch where there was none, and half the occupancy, are lost": (
+        {"kernels": kernel(occupancy=4)}, {"kernels": kernel(occupancy=2, spills=96)}, {},
+        {"facts": "dense_forward spills 0 → 96", "speed": "dense_forward occupancy 4 → 2; dense_forward spills 0 → 96"},
+        NOTHING,
+    ),
+    "another tile's loop is not compared": (
+        {"plan": tile(64), "kernels": kernel(spills=8, loop_instructions=400)},
+        {"plan": tile(128), "kernels": kernel(spills=9, loop_instructions=800)}, {},
+        {"facts": "dense_forward spills 8 → 9"}, NOTHING,
     ),
     "interpreted numbers that are not there any more are lost": (
         {"interpreter": PASSED}, {"interpreter": LACKING}, {}, {"interpreter": "interpreted numbers: pass → not_run"},
@@ -188,4 +206,4 @@ def test_a_run_of_a_part_has_not_lost_the_rest(rocm, cell, seen):
 
 
 def test_what_is_lost_is_what_the_help_says():
-    assert {"gone", "level", "core", "variant", "interpreter"} == LOST
+    assert {"gone", "level", "core", "variant", "interpreter", "speed"} == LOST
