@@ -117,7 +117,9 @@ class NpuFusionAttention(VendorPath):
             _limit(self.name, "batch", p.batch, self.MAX_PACKED if p.packed else self.MAX_BATCH),
             _schema_check(p.sinks, "sinks", self.name, "sink"),
             _schema_check(p.packed and p.return_lse, "the LSE of packed sequences", self.name, "softmax_layout"),
-            _schema_check(bool(added), ", ".join(added), "npu_fusion_attention_v2", "pse_type"),
+            _schema_check(
+                bool(added), ", ".join(added), "npu_fusion_attention_v2", "pse_type", *(["sink"] if p.sinks else [])
+            ),
         )
 
     def run(self, call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -327,6 +329,12 @@ class NpuFusedInferAttentionScore(VendorPath):
                 f"with seq_q {p.seq_q}",
                 "other pages, or backend='reference'",
             )
+            yield (
+                p.page_layout == "phd" and not p.pages_in_line,
+                f"pages of {p.page_size} tokens lie apart, and {self.name} takes contiguous ones: the cache is not "
+                "copied",
+                "keys and values in tensors of their own, or backend='reference'",
+            )
             width = p.heads_k * p.head_dim
             yield (
                 p.page_layout == "phd" and width > MAX_INTERLEAVED,
@@ -365,17 +373,19 @@ class NpuFusedInferAttentionScore(VendorPath):
         lengths_q = None if p.seq_q == 1 else _host_lengths(call.seqlens_q, p.seq_q)
         lengths_k = _host_lengths(call.seqlens_k, p.seq_k)
         # Tokens before heads, where the caller has them so: a cache is not copied.
-        tokens_first = p.layout == "bshd" and not p.page_size and p.heads_q * p.head_dim < MAX_INTERLEAVED
+        narrow = p.seq_q == 1 or p.heads_q * p.head_dim < MAX_INTERLEAVED
+        tokens_first = p.layout == "bshd" and not p.page_size and narrow
         axes = (1, 2) if tokens_first else (0, 0)
         given: dict[str, Any] = {}
-        k, v = call.k, call.v
+        cache = {name: getattr(call, name) for name in ("k", "v", "k_scale", "v_scale")}
         if call.page_table is not None:
-            k, v = self._pages(call, "k"), self._pages(call, "v")
+            cache = {name: tensor if tensor is None else self._pages(p, name, tensor) for name, tensor in cache.items()}
             given = {"block_table": _block_table(call), "block_size": p.page_size}
-        if call.k_scale is not None and call.v_scale is not None:
+        k, v = cache["k"], cache["v"]
+        if call.k_scale is not None:
             mode = PAGED_TOKEN_AND_HEAD if p.page_size else TOKEN_AND_HEAD
-            given |= {"key_antiquant_scale": call.k_scale.contiguous(), "key_antiquant_mode": mode}
-            given |= {"value_antiquant_scale": call.v_scale.contiguous(), "value_antiquant_mode": mode}
+            for whose, scale in (("key", cache["k_scale"]), ("value", cache["v_scale"])):
+                given |= {f"{whose}_antiquant_scale": scale.contiguous(), f"{whose}_antiquant_mode": mode}
         out, lse = torch_npu.npu_fused_infer_attention_score(
             call.q.transpose(*axes).contiguous(),  # documented: no support for strided tensors
             k.transpose(*axes).contiguous(),
@@ -422,13 +432,14 @@ class NpuFusedInferAttentionScore(VendorPath):
         )
         return packed.spread(out, lse[..., 0] if p.return_lse else None)  # (T, N, 1)
 
-    def _pages(self, call: Call, name: str) -> torch.Tensor:
+    def _pages(self, p: Problem, name: str, cache: torch.Tensor) -> torch.Tensor:
         """Return a cache (P, Hk, page, D), or (P, page, Hk · D) if its tokens come before its heads: the same memory.
+
+        Scales (P, Hk, page) are returned as they are.
 
         Raises:
             ArgumentError: The cache is not contiguous, or too large for a single row."""
-        p, cache = call.problem, getattr(call, name)
-        tokens_first = p.page_layout == "phd"
+        tokens_first = p.page_layout == "phd" and cache.ndim == 4
         pages = cache.transpose(1, 2) if tokens_first else cache
         if not pages.is_contiguous():
             limit = f"must be contiguous for {self.name}: the cache is not copied; backend='reference' takes it"
@@ -480,12 +491,14 @@ def _differentiable_lse() -> Any:
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
             q, k, sinks, lse, ctx.scale, ctx.attend = inputs
-            ctx.save_for_backward(q, k, sinks, lse)
+            ctx.save_for_backward(q, k, lse, sinks)
 
         @staticmethod
         @torch.autograd.function.once_differentiable
         def backward(ctx: Any, grad_lse: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-            q, k, sinks, lse = (None if tensor is None else tensor.detach() for tensor in ctx.saved_tensors)
+            q, k, lse, sinks = ctx.saved_tensors
+            q, k, lse = q.detach(), k.detach(), lse.detach()
+            sinks = None if sinks is None else sinks.detach()
             weight = (ctx.scale * grad_lse)[..., None]  # [B, Hq, Sq, 1], or [T, Hq, 1]
             grad_q = grad_k = grad_sinks = None
             if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
@@ -573,7 +586,7 @@ def _ends(spans: list[tuple[int, int]]) -> list[int]:
 def _index(spans: list[tuple[int, int]], device: torch.device) -> torch.Tensor:
     import torch
 
-    return torch.tensor([row for first, end in spans for row in range(first, end)], dtype=torch.long).to(device)
+    return torch.cat([torch.arange(0), *(torch.arange(first, end) for first, end in spans)]).to(device)
 
 
 def _rows_of(tensor: torch.Tensor, spans: list[tuple[int, int]]) -> torch.Tensor:
