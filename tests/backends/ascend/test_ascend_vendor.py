@@ -23,9 +23,9 @@ from vendor_cases import (
 )
 from vendor_kernels import SCHEMAS, VendorKernels
 
-from portattn import attention
+from portattn import attention, varlen_attention
 from portattn.api import dispatch
-from portattn.backends.ascend.vendor import compressed_causal_mask
+from portattn.backends.ascend import vendor
 from portattn.errors import ArgumentError
 from portattn.planning.planner import plan
 from portattn.planning.registry import parse_target
@@ -104,15 +104,22 @@ def test_the_lse_has_the_gradient_of_one_tensor_alone(tensor: str, npu: VendorKe
     assert error(getattr(call, tensor).grad, exact) <= FEW_ROWS
 
 
-@pytest.mark.parametrize("transform", ["backward", "func.grad", "autocast"])
+@pytest.mark.parametrize("transform", ["backward", "packed", "func.grad", "autocast"])
 @pytest.mark.filterwarnings("ignore::portattn.errors.FallbackWarning")
 def test_gradients_of_a_public_call(transform: str, npu: VendorKernels, monkeypatch: pytest.MonkeyPatch) -> None:
     without_compiler = parse_target("ascend:ascend910b2", toolchain="none")
     monkeypatch.setattr(dispatch, "detect_target", lambda device_type, index: (without_compiler, ""))
-    _, call = case("sinks", 0)
-    tensors = tuple(trained(call).values())
+    packed = transform == "packed"
+    _, call = case("sinks, packed" if packed else "sinks", 1)
+    p, tensors = call.problem, tuple(trained(call).values())
 
     def loss(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+        if packed:
+            rows = [tensor[0].transpose(0, 1) for tensor in (q, k, v)]
+            lengths = (call.cu_seqlens_q, call.cu_seqlens_k, p.seq_q, p.seq_k)
+            given = {"causal": True, "sinks": sinks, "return_lse": True, "backend": "vendor"}
+            out, lse = varlen_attention(*rows, *lengths, **given)
+            return loss_of("out and lse", out.transpose(0, 1), lse)
         return loss_of("out and lse", *attention(q, k, v, sinks=sinks, return_lse=True, backend="vendor"))
 
     if transform == "func.grad":
@@ -145,11 +152,11 @@ def test_dense_sizes(causal: str, sizes: tuple[int, int], scale: float, npu: Ven
 
 
 def test_the_compressed_mask_is_made_once_and_is_no_inference_tensor() -> None:
-    compressed_causal_mask.cache_clear()
+    vendor.compressed_causal_mask.cache_clear()
     with torch.inference_mode():
-        mask = compressed_causal_mask(torch.device("cpu"))
+        mask = vendor.compressed_causal_mask(torch.device("cpu"))
     assert not mask.is_inference()
-    assert compressed_causal_mask(torch.device("cpu")) is mask
+    assert vendor.compressed_causal_mask(torch.device("cpu")) is mask
     assert not mask[7, 7]
     assert mask[7, 8]
 
@@ -196,7 +203,7 @@ def test_pages_that_would_have_to_be_copied_are_refused(strides: str, page_layou
 
 def test_a_cache_of_more_numbers_than_int32_counts_is_refused(npu: VendorKernels, monkeypatch: Any) -> None:
     _, call = case("pages, heads first", 0)
-    monkeypatch.setattr(type(INFER), "MAX_CACHE", call.k.numel() - 1)
+    monkeypatch.setattr(vendor, "MAX_CACHE", call.k.numel() - 1)
     with pytest.raises(ArgumentError, match=r"k_pages.numel\(\) is .* must be at most"):
         INFER.run(call)
 

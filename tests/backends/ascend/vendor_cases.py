@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from portattn.backends.ascend.vendor import NpuFusedInferAttentionScore, NpuFusionAttention
+from portattn.backends.ascend import NpuFusedInferAttentionScore, NpuFusionAttention
 from portattn.schema.call import Call
 from portattn.schema.problem import Problem
 from portattn.testing.oracle import oracle
