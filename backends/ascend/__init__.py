@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import importlib.util
 import os
 import platform
@@ -356,6 +357,35 @@ DEFAULT_CANN_HOME = "/usr/local/Ascend/ascend-toolkit/latest"
 DRIVER_VERSION_FILE = Path("/usr/local/Ascend/driver/version.info")
 
 
+@functools.cache
+def _import_error() -> str:
+    """Return the error of torch_npu's first import, or an empty string: a second import fails by the first's halves."""
+    try:
+        import torch_npu as torch_npu
+    except Exception as error:  # noqa: BLE001 - as in `_device_name`
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _device_name(index: int | None) -> tuple[str, str]:
+    """Return the SoC name of NPU `index`, or the error that torch_npu raised instead; both empty without an NPU."""
+    step = "import torch_npu"
+    try:
+        if importlib.util.find_spec("torch_npu") is None:
+            return "", ""
+        if trouble := _import_error():
+            return "", f"{step} raised {trouble}"
+        import torch_npu
+
+        step = "torch_npu.npu.is_available()"
+        if not torch_npu.npu.is_available():
+            return "", ""
+        step = f"torch_npu.npu.get_device_name({'' if index is None else index})"
+        return torch_npu.npu.get_device_name(index).strip(), ""
+    except Exception as error:  # noqa: BLE001 - where CANN or the driver is half configured, torch_npu raises anything
+        return "", f"{step} raised {type(error).__name__}: {error}"
+
+
 class AscendBackend(Backend):
     name = "ascend"
     title = "Huawei Ascend"
@@ -378,18 +408,14 @@ class AscendBackend(Backend):
 
     def detect(self, index: int | None = None) -> str | None:
         """Return the arch of NPU `index`; None without an NPU, torch_npu or CANN, and for a chip without an arch."""
-        if importlib.util.find_spec("torch_npu") is None:
-            return None
-        try:
-            import torch_npu
+        name = _device_name(index)[0]
+        return self.arch_of(name) if name else None
 
-            if not torch_npu.npu.is_available():
-                return None
-            return self.arch_of(torch_npu.npu.get_device_name(index).strip())
-        except (ImportError, OSError, RuntimeError, AssertionError):
-            # ImportError, OSError: torch_npu is there, but CANN's libraries are not. RuntimeError: the driver or
-            # the device does not answer. AssertionError: there is no device of that number.
-            return None
+    def describe(self, index: int | None = None) -> str:
+        return _device_name(index)[0]
+
+    def trouble(self, index: int | None = None) -> str:
+        return _device_name(index)[1]
 
     def machine_components(self) -> dict[str, str]:
         homes = (os.environ.get("ASCEND_HOME_PATH"), os.environ.get("ASCEND_TOOLKIT_HOME"), DEFAULT_CANN_HOME)

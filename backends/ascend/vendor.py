@@ -251,7 +251,8 @@ def _differentiable_lse() -> Any:
         def backward(ctx: Any, grad_lse: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
             q, k, lse, sinks = ctx.saved_tensors
             q, k, lse = q.detach(), k.detach(), lse.detach()
-            sinks = None if sinks is None else sinks.detach()
+            if sinks is not None:
+                sinks = sinks.detach()
             weight = (ctx.scale * grad_lse)[..., None]  # [B, Hq, Sq, 1], or [T, Hq, 1]
             grad_q = grad_k = grad_sinks = None
             if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
