@@ -21,6 +21,15 @@ from places import ROOT, TESTS
 HERE = Path(__file__).parent
 TOOLS = ("gcc", "nm", "objdump")
 SECONDS = 300
+# Sentences of the wheel's documents that limits of backends/ascend/vendor.py rest on.
+DOCUMENTED = (
+    "scale*(pse+query*key^{T})", "0表示外部传入pse先mul再add, 1表示外部传入pse先add再mul",
+    "D轴32byte不对齐时仅支持到128", "block_size最小为128, 最大为512, 且要求是128的倍数",
+    "类型为float16、bfloat16时需要16对齐", "sink: Tensor类型, 每个注意力头的偏置",
+    "KV_N*D超过65535时", "所有维度相乘不能超过int32的表示范围", "且该入参元素的数量等于Batch值", "pse_type为其他取值时",
+    "shape均为(B, KV_N, KV_S), 数据类型固定为float32", "shape均为(blocknum, KV_N, blocksize), 数据类型固定为float32",
+    "Head Dim必须满足Dq=Dk和Dk≥Dv", "该接口暂不支持图模式", "dropout_mask: Tensor类型, 外部传入的dropout mask",
+)  # fmt: skip
 FLOAT32 = 5e-6  # largest error of a result or gradient in float32
 
 
@@ -64,6 +73,11 @@ def test_the_chip_is_detected_by_its_name(found: dict[str, Any]) -> None:
 
 def test_the_committed_schemas_are_the_librarys(found: dict[str, Any]) -> None:
     assert found["schemas"] == (TESTS / "backends" / "ascend" / "schemas.txt").read_text().splitlines()
+
+
+def test_the_wheels_documents_still_say_what_the_limits_rest_on() -> None:
+    documents = (folder_of("torch_npu") / "_op_plugin_docs.py").read_text(encoding="utf-8")
+    assert [sentence for sentence in DOCUMENTED if sentence not in documents] == []
 
 
 def test_the_vendors_formula_ignores_the_gradient_of_its_statistics(found: dict[str, Any]) -> None:
