@@ -172,6 +172,9 @@ def choose(
     return choice
 
 
+BY_BOUND = "this tile was chosen by a bound, never timed: this concerns speed alone; `portattn tune` times others"
+
+
 def _untimed(target: Target) -> str:
     own, tuned = target.arch.name, target.arch.tuning or target.arch.name
     tile = f"this tile was not timed on {own}" + (f" (it is the one for {tuned})" if tuned != own else "")
@@ -205,7 +208,7 @@ def _base(problem: Problem, target: Target, registry: Registry, kernel: CoreKern
         )
         timed_with = tuning.timed_with(entry)
         if not timed_with:
-            notes.append(_untimed(target))
+            notes.append(BY_BOUND if entry.by_bound else _untimed(target))
         elif timed_with != str(target.toolchain):
             notes.append(timed_with_another(timed_with, target))
     else:

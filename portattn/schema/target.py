@@ -18,6 +18,29 @@ Trait = Literal["deep_pipeline", "descriptors", "dependent_launch", "matrix_shap
 TRAITS: tuple[str, ...] = get_args(Trait)
 
 
+class UnitRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The most that one core does in a cycle, for bounds on time (portattn/testing/bound.py): of the fastest chip.
+
+    clock_mhz      highest clock
+    memory_gbs     bandwidth of the device's memory, 10⁹ bytes a second
+    scratchpad     bytes a cycle of the scratchpad
+    simds          parts of a core, each with its own warps
+    cycles         of a SIMD, for one instruction of a warp, by unit (worker/machine_code.py); issue: for any other
+                   unit; transcendental: added to `vector` if `one_pipe`
+    one_pipe       the vector unit works on transcendental functions, too
+    products       operations a cycle of the core's matrix units, by type of the operands
+    least          least cycles of a matrix instruction, by its rows × columns"""
+
+    clock_mhz: int
+    memory_gbs: int
+    scratchpad: int
+    simds: int
+    cycles: dict[str, float]
+    products: dict[str, int]
+    one_pipe: bool = False
+    least: dict[str, int] = {}
+
+
 class Arch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One chip's facts, as backends/<backend>/arches/<name>.toml states them.
 
@@ -27,6 +50,8 @@ class Arch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                    that a target can be given as
     families       families that it belongs to, the narrowest first; a quirk's `when.arch` and a target can name one
     devices        names of its devices, as glob patterns, in the words of the backend's `detect`; empty: its own name
+    relatives      names of further devices of its family, as glob patterns: those that no arch's `devices` has are
+                   planned as this arch, with a warning
     compiler_target  its GPUTarget in Triton: (Triton's backend, arch, lanes of a warp)
     traits         its properties for the choice of tiles and loads; see TRAITS
     core_threads, core_registers, register_unit, reserved_memory
@@ -43,6 +68,7 @@ class Arch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     dot_precisions how an fp32 product can be computed
     cache_share    bytes of keys and values that row tiles side by side may read and stay in a cache; 0: unknown, and
                    tiles are worked on head by head
+    rates          rates of its units, for a bound on time; absent: there is no bound
     tuning         name of the arch whose tuning file it shares, its own name when empty
     toolchain      compiler -> PEP 440 range of its releases that compile for it; absent: all that portattn knows
     refused        why no kernel is planned for it; empty when kernels are
@@ -55,6 +81,7 @@ class Arch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     names: tuple[str, ...] = ()
     families: tuple[str, ...] = ()
     devices: tuple[str, ...] = ()
+    relatives: tuple[str, ...] = ()
     compiler_target: tuple[str, str | int, int] | None = None
     traits: tuple[Trait, ...] = ()
     cores: int
@@ -71,6 +98,7 @@ class Arch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     fp8: tuple[str, ...] = ()
     dot_precisions: tuple[str, ...] = ("ieee",)
     cache_share: int = 0
+    rates: UnitRates | None = None
     tuning: str = ""
     toolchain: dict[str, str] = {}
     refused: str = ""
@@ -80,6 +108,10 @@ class Arch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def is_device(self, name: str) -> bool:
         """Return whether a device's name, in the words of the backend's `detect`, is of this arch."""
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.devices or (self.name,))
+
+    def is_relative(self, name: str) -> bool:
+        """Return whether a device without an arch is planned as this arch."""
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.relatives)
 
     def matches(self, pattern: str) -> bool:
         """Return whether a glob matches this arch's name or a family's."""
