@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,6 +12,13 @@ from portattn.errors import DataError
 from portattn.tools import display_text, param_types
 from portattn.tools.param_types import FLAG, options
 from portattn.tools.problem_options import CausalCommand, problem_from, problem_options, target_from, training_problem
+
+if TYPE_CHECKING:
+    from portattn.schema.plan import Plan
+    from portattn.schema.target import Target
+    from portattn.testing.bound import LowerBound
+
+BOUND_SECONDS = 240.0  # that the compiler of a bound may take
 
 
 @click.command(cls=CausalCommand)
@@ -29,20 +36,21 @@ from portattn.tools.problem_options import CausalCommand, problem_from, problem_
     ("--backend", {"type": param_types.PLANNED_PATH, "metavar": "PATH"},
      "A path that must be taken; `auto` takes the best one."),
     ("--quirks", {"type": param_types.OVERRIDES, "metavar": "+ID,-ID"}, "Apply (+) or switch off (-) quirks."),
+    ("--bound bounded", FLAG, "Compile the portable core, and say the least time that its code can take on the chip."),
     ("--legend explained", FLAG, "Say what the names in a schedule mean."),
 )  # fmt: skip
 @output.json_option
 def plan(
     op: str, target: str | None, toolchain: str | None, backend: str | None, quirks: str | None, grad: bool,
-    dropout: bool, deterministic: bool, explained: bool, as_json: bool, **described: Any,
+    dropout: bool, deterministic: bool, bounded: bool, explained: bool, as_json: bool, **described: Any,
 ) -> None:  # fmt: skip
     """Plan OP on a target: its path, lowering and quirks, and why no other path.
 
     OP is attention, varlen_attention, decode_attention, paged_attention, sparse_attention, block_sparse_attention,
     mla_attention, append_kv, write_pages, indexer_logits, topk_indices, or the gradients of three of them:
     attention_backward, varlen_attention_backward, block_sparse_attention_backward. There --lse says that the LSE has a
-    gradient, too. Nothing is run or compiled, and the target need not be here. With a named target the plan does not
-    depend on this machine; without one, what failed to compile here before is taken into account.
+    gradient, too. Nothing is run, --bound alone compiles, and the target need not be here. With a named target the plan
+    does not depend on this machine; without one, what failed to compile here before is taken into account.
 
     Exit status 1: the path named by --backend cannot run this.
 
@@ -74,15 +82,54 @@ def plan(
     named = target is not None or toolchain is not None
     records = NO_RECORDS if named else store(settings)
     made = [plan_problem(problem, where, records=records, settings=settings) for where in places]
+    bounds = [_bound(one, where) for one, where in zip(made, places, strict=True)] if bounded else []
     if as_json:
-        output.emit_json(made if len(made) > 1 else made[0])
+        shown = [msgspec.to_builtins(one) for one in made]
+        for one, least in zip(shown, bounds, strict=False):
+            one["bound"] = least
+        output.emit_json(shown if len(shown) > 1 else shown[0])
     else:
-        click.echo("\n\n".join(one.explain() for one in made))
+        told = [_said(least) for least in bounds] or [""] * len(made)
+        click.echo("\n\n".join(one.explain() + more for one, more in zip(made, told, strict=True)))
         lines = display_text.of_plans(made)
         if lines and not explained:
             lines = ["--legend says what the names in a schedule mean"]
         for line in lines:
             click.echo(f"  {line}")
+
+
+def _bound(made: Plan, where: Target) -> LowerBound:
+    """Return the bound on the portable core of a plan. Raises NoBound, LabError or ArgumentError."""
+    from portattn.planning.registry import Registry
+    from portattn.testing import bound
+    from portattn.tools import lab
+    from portattn.tools.matrix.run import core_of
+
+    bound.rates_of(where)
+    core = core_of(made, where, Registry.load())
+    if core is None:
+        raise bound.NoBound(f"plan: --bound needs a plan of the portable core, and this one's path is {made.path}")
+    worker = lab.worker(str(where.toolchain))
+    try:
+        return bound.of_plan(core, where, worker, BOUND_SECONDS)
+    finally:
+        worker.close()
+
+
+def _said(least: LowerBound) -> str:
+    """Return a bound as text: microseconds by resource, then one step of one program."""
+
+    def listed(numbers: dict[str, float], digits: int) -> str:
+        return ", ".join(f"{name} {number:.{digits}f}" for name, number in numbers.items() if number)
+
+    costs = least.costs
+    return "\n".join((
+        "", f"  bound: the portable core takes at least {least.us:.1f} µs, by {least.binding}",
+        f"    µs: {listed(least.times, 1)}",
+        f"    {least.programs} programs, {costs.programs} a core at a time; {least.steps} steps; {least.bytes} bytes",
+        f"    a step, cycles of a core: {listed(costs.cycles, 0)}; of a program alone: {costs.alone:.0f}",
+        f"    a step, instructions of a warp: {listed(costs.counts, 0)}; scratchpad bytes: {costs.scratchpad_bytes}",
+    ))  # fmt: skip
 
 
 @click.command()

@@ -172,6 +172,7 @@ DEFAULT_OUT = Path(".tune")
 @click.option("--rounds", type=click.IntRange(1, 100), default=6, help="Rounds in which finalists take turns.")
 @click.option("--jobs", type=click.IntRange(1, 256), default=2, help="Compiles at a time.")
 @click.option("--seconds", type=SECONDS, default=120.0, help="Limit of each compile.")
+@click.option("--by-bound", is_flag=True, help="Time nothing, and take what has the least lower bound on its time.")
 @click.option("--compile-only", is_flag=True, help="Time nothing, on a machine that has the chip too.")
 @click.option(
     "--out", type=click.Path(path_type=Path), default=DEFAULT_OUT,
@@ -187,21 +188,26 @@ DEFAULT_OUT = Path(".tune")
 def tune(
     target: str | None, toolchain: str | None, sets: tuple[str, ...], only: str | None, problems: tuple[str, ...],
     ops: tuple[str, ...], kernels: tuple[str, ...], budget: float | None, candidates: int, settings: tuple[str, ...],
-    spills: int | None, rounds: int, jobs: int, seconds: float, compile_only: bool, out: Path, log_path: Path | None,
-    resume: bool, commit: str, dry_run: bool, as_json: bool,
+    spills: int | None, rounds: int, jobs: int, seconds: float, by_bound: bool, compile_only: bool, out: Path,
+    log_path: Path | None, resume: bool, commit: str, dry_run: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Search tiles, warps, stages, loads, pipelines and splits for the problems, and write what is best as data.
 
     Candidates are compiled in child processes, and those that do not fit, spill or over-subscribe a core are out. Where
     the target is this machine's device the rest are checked against float64, and only then timed, in turns with today's
-    choice; elsewhere the choice is one that compiles without spills, and is marked as not measured. Nothing is ever
-    searched at run time: put the written file in the place of backends/BACKEND/tuning/ARCH.toml.
+    choice; elsewhere the choice is one that compiles without spills, and is marked as not measured. With --by-bound it
+    is one whose lower bound on its time is 5 % below today's, and is marked so. Nothing is ever searched at run time:
+    put the written file in the place of backends/BACKEND/tuning/ARCH.toml.
 
     Exit status 1: a candidate was wrong or broke (none such is ever chosen), or a class of problems has no choice at
     all. Ctrl-C keeps what is finished; --resume goes on."""
     from portattn.tools.problem_options import target_from
 
     where = target_from(target, toolchain)
+    if by_bound:
+        from portattn.testing.bound import rates_of
+
+        rates_of(where)  # raises NoBound
     fixed = _settings(settings)
     found, tools = _tunables(where, kernels)
     cases = _cases(sets, only, problems, ops)
@@ -227,16 +233,16 @@ def tune(
     from portattn.tools.tune.run import TuneOptions, Tuner
     from portattn.tools.tune.search import TuningDeviceLost
 
-    device = None if compile_only else _device(where)
+    device = None if compile_only or by_bound else _device(where)
     ours = Path(sys.argv[0]).name in ("portattn", "__main__.py")  # else another program, which has arguments of its own
     command = shlex.join(["portattn", *sys.argv[1:]]) if ours else "portattn tune"
     as_today = spills is None and device is not None
     if spills is None:
         spills = TIMED_SPILLS if device is not None else 0
-    made = origin(where, device is not None, chosen, command, spills, commit, fixed)
+    made = origin(where, device is not None, chosen, command, spills, commit, fixed, by_bound)
     options = TuneOptions(
         budget=budget, jobs=jobs, seconds=seconds, spills=spills, spills_as_today=as_today, candidates=candidates,
-        rounds=rounds, only=fixed,
+        rounds=rounds, only=fixed, by_bound=by_bound,
     )  # fmt: skip
     with TuneLog(log_path) as log:
         records: list[Record] = log.resume(made) if resume else [made]

@@ -291,6 +291,10 @@ class Backend:
             raise NotImplementedError(f"{self.name}:{arch.name} has no compiler_target: Triton has no name for it here")
         return arch.compiler_target
 
+    def lacks_option(self, name: str, toolchain: Toolchain) -> str:
+        """Return why a launch goes without one of `options` under a compiler's release; empty if it has it. Pure."""
+        return ""
+
     def tunables(self, arch: str) -> Sequence[Any]:
         """Return the tunables of its variants that run on an arch, for `portattn tune` (tools/tune/tunable.py)."""
         return ()

@@ -18,6 +18,29 @@ Trait = Literal["deep_pipeline", "descriptors", "dependent_launch", "matrix_shap
 TRAITS: tuple[str, ...] = get_args(Trait)
 
 
+class UnitRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The most that one core does in a cycle, for bounds on time (portattn/testing/bound.py): of the fastest chip.
+
+    clock_mhz      highest clock
+    memory_gbs     bandwidth of the device's memory, 10⁹ bytes a second
+    scratchpad     bytes a cycle of the scratchpad
+    simds          parts of a core, each with its own warps
+    cycles         of a SIMD, for one instruction of a warp, by unit (worker/machine_code.py); issue: for any other
+                   unit; transcendental: added to `vector` if `one_pipe`
+    one_pipe       the vector unit works on transcendental functions, too
+    products       operations a cycle of the core's matrix units, by type of the operands
+    least          least cycles of a matrix instruction, by its rows × columns"""
+
+    clock_mhz: int
+    memory_gbs: int
+    scratchpad: int
+    simds: int
+    cycles: dict[str, float]
+    products: dict[str, int]
+    one_pipe: bool = False
+    least: dict[str, int] = {}
+
+
 class Arch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One chip's facts, as backends/<backend>/arches/<name>.toml states them.
 
@@ -45,6 +68,7 @@ class Arch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     dot_precisions how an fp32 product can be computed
     cache_share    bytes of keys and values that row tiles side by side may read and stay in a cache; 0: unknown, and
                    tiles are worked on head by head
+    rates          rates of its units, for a bound on time; absent: there is no bound
     tuning         name of the arch whose tuning file it shares, its own name when empty
     toolchain      compiler -> PEP 440 range of its releases that compile for it; absent: all that portattn knows
     refused        why no kernel is planned for it; empty when kernels are
@@ -74,6 +98,7 @@ class Arch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     fp8: tuple[str, ...] = ()
     dot_precisions: tuple[str, ...] = ("ieee",)
     cache_share: int = 0
+    rates: UnitRates | None = None
     tuning: str = ""
     toolchain: dict[str, str] = {}
     refused: str = ""

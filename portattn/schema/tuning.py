@@ -40,6 +40,8 @@ class ProblemFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     most: float | None = None
     runner_up: float | None = None  # the next best candidate's
     incumbent: float | None = None  # the previous entry's
+    bound: float | None = None  # the chosen candidate's least time by its code; `incumbent_bound`: the previous entry's
+    incumbent_bound: float | None = None
     error: float | None = None  # largest error against float64; `budget`: its limit
     budget: float | None = None
 
@@ -78,6 +80,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     occupancy: int = 1  # programs that one core runs at a time, for the split over keys (decode)
     split_threshold: float = SPLIT_THRESHOLD  # programs a core from which on keys are not split
     timed: bool = True  # False: only compiled, in a file whose other choices were timed
+    by_bound: bool = False  # chosen by lower bounds on its time (`portattn tune --by-bound`), never timed
     # Bytes a thread that its code may spill, if more than TIMED_SPILLS: the spills of the matrix's problems with the
     # compiler that timed it, rounded up to a multiple of TIMED_SPILLS.
     spills: int = 0
@@ -172,6 +175,8 @@ def read_tuning(path: Path, backend: str, options: BackendOptions, two: Callable
                 raise ValueError(
                     f"bytes spills = {entry.spills}: goes with a choice that was timed; others may spill nothing"
                 )
+            if entry.by_bound and tuning.measured(entry):
+                raise ValueError("bounds chose an entry with by_bound = true, and it says that it was timed")
             if entry.provenance and entry.provenance.measured and not entry.provenance.figures:
                 raise ValueError("provenance measured = true without figures: what was timed, and how long it took")
             for name, value in entry.lowering.items():

@@ -25,7 +25,7 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 
-from portattn.worker import installed_packages
+from portattn.worker import installed_packages, machine_code
 from portattn.worker.installed_packages import digest
 
 _AMD_NUMBERS = {
@@ -54,7 +54,30 @@ def read(kernel: Any, arch: int | str, full: bool) -> dict[str, int | str]:
         facts |= count(ptx, _PTX_MATRIX) | ptxas_report(ptx, int(arch))
     else:
         facts |= amd_report(kernel.asm["amdgcn"])
+    if number := machine_code.instructions_of_key_loop(machine_text(kernel)):
+        facts["loop_instructions"] = number
     return facts
+
+
+def machine_text(kernel: Any) -> str:
+    """Return the machine code's text: amdgcn, or SASS by the wheel's nvdisasm; empty if it cannot read the code."""
+    if "amdgcn" in kernel.asm:
+        return str(kernel.asm["amdgcn"])
+    tool = os.path.join(_nvidia_programs(), "nvdisasm")
+    if not os.path.exists(tool):
+        return ""
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "kernel.cubin")
+        with open(path, "wb") as file:
+            file.write(kernel.asm["cubin"])
+        done = subprocess.run([tool, "-c", path], capture_output=True, text=True, check=False)
+    return done.stdout if done.returncode == 0 else ""
+
+
+def _nvidia_programs() -> str:
+    import triton.backends.nvidia as nvidia
+
+    return os.path.join(next(iter(nvidia.__path__)), "bin")
 
 
 def assembly_text(kernel: Any) -> dict[str, int | str]:
@@ -111,13 +134,11 @@ def ptxas_report(ptx: str, arch: int) -> dict[str, int | str]:
 def ptxas_candidates(arch: int) -> list[str]:
     """Return the ptxas programs to try: the user's, then the wheel's, in Triton's order."""
     import triton
-    import triton.backends.nvidia as nvidia
 
     version = tuple(int(part) for part in triton.__version__.split("+")[0].split(".")[:2])
     first_new = 90 if version >= (3, 9) else 100  # the first arch that Triton sends to ptxas-blackwell
     names = ["ptxas-blackwell", "ptxas"] if arch >= first_new else ["ptxas", "ptxas-blackwell"]
-    folder = os.path.join(next(iter(nvidia.__path__)), "bin")
-    tools = [os.environ.get("TRITON_PTXAS_PATH", "")] + [os.path.join(folder, name) for name in names]
+    tools = [os.environ.get("TRITON_PTXAS_PATH", "")] + [os.path.join(_nvidia_programs(), name) for name in names]
     return [tool for tool in tools if tool and os.path.exists(tool)]
 
 
@@ -183,7 +204,8 @@ def compile_signature(request: dict[str, Any], enter: Callable[[str], None]) -> 
     """Compile one Signature (as plain data) for one target and return facts about the machine code.
 
     A signature with a `file` is of a kernel outside portattn. The request's `facts`: basic, full (registers, spills,
-    instructions), text (the assembly), or all. `enter(stage)` is called before each compiler stage."""
+    instructions), text (the assembly), all, or code (full, and the machine code's text). `enter(stage)` is called
+    before each compiler stage."""
     signature, target = request["signature"], tuple(request["target"])
     if "file" in signature:  # a user's kernel: a failure before `parse` is not the compiler's
         from portattn.worker import own_kernels
@@ -202,9 +224,11 @@ def compile_signature(request: dict[str, Any], enter: Callable[[str], None]) -> 
         return {"facts": facts | (texts if text else {}), "toolchain": triton.__version__}
     kernel = build(function, signature, target, enter)
     enter("read")
-    facts = read(kernel, target[1], full=wanted in ("full", "all"))
+    facts = read(kernel, target[1], full=wanted in ("full", "all", "code"))
     if text:
         facts |= assembly_text(kernel)
+    if wanted == "code":
+        facts["code"] = machine_text(kernel)
     return {"facts": facts, "toolchain": triton.__version__}
 
 

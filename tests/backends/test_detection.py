@@ -7,7 +7,6 @@ import sys
 import types
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,23 +23,23 @@ from portattn.planning import registry
 from portattn.planning.registry import load_arches
 
 
-def test_importing_the_backends_touches_no_framework() -> None:
+def test_importing_the_backends_touches_no_framework():
     script = "import sys, portattn.backends; print([m for m in ('torch', 'torch_npu', 'triton') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+def gpu(monkeypatch):
     """A torch that has one GPU with the given runtime and properties; index 0 only."""
 
-    def install(runtime: str, **properties: Any) -> None:
+    def install(runtime, **properties):
         monkeypatch.setattr(torch.version, "cuda", "12.8" if runtime == "cuda" else None)
         monkeypatch.setattr(torch.version, "hip", "6.4.43484-123eb5128" if runtime == "hip" else None)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
 
-        def get(index: int) -> Any:
+        def get(index):
             if index != 0:
                 raise AssertionError("Invalid device id")
             return types.SimpleNamespace(**properties)
@@ -51,8 +50,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("backend", [CudaBackend(), RocmBackend()])
-def test_no_device_no_initialisation(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(*_: Any) -> None:
+def test_no_device_no_initialisation(backend, monkeypatch):
+    def never(*_):
         raise SystemError("a device was touched")
 
     monkeypatch.setattr(torch.cuda, "_lazy_init", never)
@@ -81,7 +80,7 @@ def test_no_device_no_initialisation(backend: Any, monkeypatch: pytest.MonkeyPat
         ((13, 0), None),
     ],
 )
-def test_cuda_capabilities(capability: tuple[int, int], arch: str | None, gpu: Any) -> None:
+def test_cuda_capabilities(capability, arch, gpu):
     gpu("cuda", major=capability[0], minor=capability[1])
     assert CudaBackend().detect() == arch
     assert CudaBackend().detect(0) == arch
@@ -102,14 +101,14 @@ def test_cuda_capabilities(capability: tuple[int, int], arch: str | None, gpu: A
         ("gfx803", None),
     ],
 )
-def test_rocm_names(gcn: str, arch: str | None, gpu: Any) -> None:
+def test_rocm_names(gcn, arch, gpu):
     gpu("hip", gcnArchName=gcn)
     assert RocmBackend().detect() == arch
     assert CudaBackend().detect() is None
 
 
-def test_a_driver_that_fails_is_no_device(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(_: int) -> None:
+def test_a_driver_that_fails_is_no_device(gpu, monkeypatch):
+    def broken(_):
         raise RuntimeError("The NVIDIA driver on your system is too old")
 
     gpu("cuda", major=9, minor=0)
@@ -117,7 +116,7 @@ def test_a_driver_that_fails_is_no_device(gpu: Any, monkeypatch: pytest.MonkeyPa
     assert CudaBackend().detect() is None
 
 
-def test_other_errors_are_not_swallowed(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_errors_are_not_swallowed(gpu, monkeypatch):
     gpu("cuda")  # properties without `major`: a fault of ours, not of the machine
     with pytest.raises(AttributeError):
         CudaBackend().detect()
@@ -220,7 +219,7 @@ def test_cann_that_is_half_configured_raises_nothing(
     assert told == f"not detected: {step} raised {error}: half configured"
 
 
-def test_ascend_without_torch_npu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ascend_without_torch_npu(monkeypatch):
     monkeypatch.setattr(portattn.backends.ascend.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "torch_npu", None)  # importing it would raise ImportError
     assert AscendBackend().detect() is None
@@ -230,24 +229,24 @@ PAGE = DOCS / "backends.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 
 
-def test_the_refused_arches_are_on_the_page() -> None:
+def test_the_refused_arches_are_on_the_page():
     refused = [name for backend in BUILTIN for name, arch in load_arches(backend.folder).items() if arch.refused]
     line = re.search(r"Known and refused, with the reason in the plan: (.*?)\. ", TEXT, re.DOTALL)
     assert sorted(re.findall(r"`(\w+)`", line[1])) == sorted(refused)
 
 
-def test_every_vendor_path_is_on_the_page() -> None:
+def test_every_vendor_path_is_on_the_page():
     for backend in BUILTIN:
         for path in backend.vendor:
             assert f"### `{path.name}`\n" in TEXT
 
 
 @pytest.fixture
-def example(tmp_path: Path) -> Path:
+def example(tmp_path):
     return install_example(tmp_path)
 
 
-def python(script: str, folder: Path) -> str:
+def python(script, folder):
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH", "")]))
     done = subprocess.run(
         [sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
@@ -256,7 +255,7 @@ def python(script: str, folder: Path) -> str:
     return done.stdout
 
 
-def test_the_example_prints_what_the_page_says(example: Path) -> None:
+def test_the_example_prints_what_the_page_says(example):
     console = re.search(r'^\$ python -c "\n(.*?)^"\n(.*?)^```', TEXT, re.MULTILINE | re.DOTALL)
     assert python(console[1], example) == console[2]
 
@@ -274,7 +273,7 @@ for flags in ({}, {'return_lse': True}, *({name: True} for name in NAMES), {'win
 NAMES = ("mask", "bias", "softcap", "alibi_slopes", "sinks", "dropout", "needs_grad", "seqlens_k", "leftpad_q")
 
 
-def test_the_example_takes_what_it_declares_and_nothing_else(example: Path) -> None:
+def test_the_example_takes_what_it_declares_and_nothing_else(example):
     """It planned masks, biases, windows and dropout, and ignored them, before features were denied by default."""
     lines = python(f"NAMES = {NAMES}\n{FLAGS}", example).splitlines()
     assert lines[:2] == ["acme_attention", "acme_attention"]

@@ -7,9 +7,11 @@ import pytest
 import torch
 
 import portattn as library
+from portattn.planning.registry import parse_target
 from portattn.schema.ops import COMMON, ROWS
 from portattn.schema.plan import Plan
 from portattn.schema.problem_limits import OPS
+from portattn.testing import bound
 
 SHAPES = ("--q", "8,64,1024,64", "--kv", "8,16,1024,64", "--dtype", "fp16", "--causal")
 
@@ -20,8 +22,7 @@ SHAPES = ("--q", "8,64,1024,64", "--kv", "8,16,1024,64", "--dtype", "fp16", "--c
 )  # fmt: skip
 def test_any_target_is_planned_from_anywhere(portattn, target, toolchain):
     line = ("plan", "attention", "--target", target, "--toolchain", toolchain, *SHAPES)
-    called = portattn(*line, "--json", exits=0)
-    made = msgspec.convert(called.json, Plan)
+    made = msgspec.convert(portattn(*line, "--json", exits=0).json, Plan)
     assert (made.target, made.toolchain) == (target, toolchain)
     assert (made.problem.heads_q, made.problem.heads_k, made.problem.causal) == (64, 16, "bottom_right")
     # The core kernel's lowering is named also where another path is the better plan.
@@ -314,3 +315,26 @@ def test_a_release_that_nobody_has_run_a_variant_with_is_said(portattn, toolchai
     said = f"no complete run of its tests is known of gluon_forward on sm_90 with {toolchain}: its canaries"
     assert any(said in note for note in made.notes) is told
     assert (said in " ".join(text.split())) is told
+
+
+@pytest.mark.parametrize("target", ["rocm:gfx942", "cuda:sm_90"])
+def test_plan_says_the_bound_of_real_code(portattn, target):
+    shapes = ("--q", "4,16,4096,64", "--kv", "4,16,4096,64", "--dtype", "bf16")
+    line = ("plan", "attention", "--target", target, "--toolchain", "triton==3.6.0", *shapes, "--bound")
+    found = msgspec.convert(portattn(*line, "--json", exits=0).json["bound"], bound.LowerBound)
+    rates = bound.rates_of(parse_target(target, "triton==3.6.0"))
+    cores = {"rocm:gfx942": 304, "cuda:sm_90": 132}[target]
+    operations = 4 * 4 * 16 * 4096 * 4096 * 64
+    assert found.us >= 0.99 * operations / rates.products["f16"] / cores / rates.clock_mhz
+    assert f"at least {found.us:.1f} µs, by {found.binding}" in portattn(*line).out
+
+
+def test_plan_without_rates_or_compiler_is_one_error(portattn):
+    shapes = ("--q", "1,1,64,64", "--kv", "1,1,64,64", "--dtype", "fp16", "--bound")
+    for target, toolchain, says in (
+        ("ascend910b2", "triton-ascend==3.2.0", "ascend910b2 has no rates"),
+        ("gfx942", "triton==3.3.0", "its lab environment is not there"),
+    ):
+        found = portattn("plan", "attention", "--target", target, "--toolchain", toolchain, *shapes, exits=2)
+        assert says in found.err
+        assert len(found.err.strip().splitlines()) == 1

@@ -129,13 +129,14 @@ def _changed(was: Mapping[str, str], now: Mapping[str, str]) -> Iterator[str]:
 # core         its path moved from the core kernel or a variant to a vendor's library or the reference, or on to it
 # variant      its path moved from a variant to the core kernel
 # interpreter  its kernels were interpreted, and are not any more, or not rightly
+# speed        the compiler's code of the same launch is twice as slow in a figure: SLOWER
 # facts        the compiler's figures are worse: more bytes spilled, …
 # quirks       other quirks are in its plan
 # new, won     it was not there before; its evidence or path is better, or its figures are
-Kind = Literal["gone", "level", "core", "variant", "interpreter", "facts", "quirks", "new", "won"]
+Kind = Literal["gone", "level", "core", "variant", "interpreter", "speed", "facts", "quirks", "new", "won"]
 KINDS: tuple[str, ...] = get_args(Kind)
 Place = tuple[str, str, str]  # of a cell: target, toolchain, problem
-LOST: frozenset[str] = frozenset({"gone", "level", "core", "variant", "interpreter"})  # red by themselves
+LOST: frozenset[str] = frozenset({"gone", "level", "core", "variant", "interpreter", "speed"})  # red by themselves
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
@@ -286,11 +287,31 @@ def _told(before: SnapshotCell, after: SnapshotCell) -> Iterator[tuple[Kind, str
         if worse:
             yield "facts", "; ".join(worse)
         better += less
+        if before.tile == after.tile and (slower := _slower(before.speed, after.speed)):
+            yield "speed", "; ".join(slower)
     joined, left = _less(after, before), _less(before, after)
     if joined or left:
         yield "quirks", ", ".join((*(f"+{name}" for name in joined), *(f"-{name}" for name in left)))
     if better:
         yield "won", "; ".join(better)
+
+
+# Least difference that counts: a short loop, a few spilled registers and one program more or less come and go.
+SLOWER = {"loop_instructions": 32, "spills": 64, "occupancy": 1}
+
+
+def _slower(before: dict[str, int], after: dict[str, int]) -> list[str]:
+    """Return figures that doubled, of the occupancy that halved, by at least SLOWER; spills may begin at 0."""
+    found = []
+    for name in dict.fromkeys((*before, *after)):
+        fact = name.rpartition(" ")[2]
+        was, now = before.get(name, 0), after.get(name, 0)
+        if fact != "spills" and not (was and now):  # a kernel or figure that one of the runs did not have
+            continue
+        more, less = (was, now) if fact == "occupancy" else (now, was)
+        if more >= 2 * less and more - less >= SLOWER[fact]:
+            found.append(f"{name} {was} → {now}")
+    return found
 
 
 def _figures(before: dict[str, int], after: dict[str, int]) -> tuple[list[str], list[str]]:

@@ -89,6 +89,8 @@ def _todo(
         return f"`portattn tune --set all {on}` on the chip: this concerns speed alone"
     if set(kinds) & {"core", "variant"}:
         return f"`portattn quirks why {' '.join(targets[:1])} --toolchain {new}` says more"
+    if "speed" in kinds:
+        return f"`portattn plan OP --bound {on}` says what its loop costs; report it to the compiler's project"
     if "spilled" in what or "spills" in what:
         return f"`portattn tune --set all {on} --compile-only` looks for tiles that fit"
     if set(kinds) & {"level", "red"}:

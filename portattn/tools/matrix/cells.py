@@ -16,7 +16,7 @@ from portattn.planning.registry import Registry
 from portattn.schema.plan import Rejection
 from portattn.schema.problem import Problem
 from portattn.schema.quirk import LEVELS, Level, describe_effect
-from portattn.testing.findings import Gate, KernelFacts, Lint, Numerics
+from portattn.testing.findings import Gate, KernelFacts, Lint, Numerics, programs_a_core
 
 Moment = Annotated[datetime.datetime, msgspec.Meta(tz=True)]  # without a zone, two machines' do not compare
 
@@ -260,6 +260,10 @@ class SnapshotCell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     noted: tuple[str, ...] = ()  # ids of the quirks that apply and change nothing; not kept in a baseline
     why_not: dict[str, str] = {}  # path -> why it is not taken; not kept in a baseline
     worse: dict[str, int] = {}  # "function fact" -> its amount, of facts of which more is worse; zeros are left out
+    # "function fact" -> loop_instructions, spills and occupancy (programs a core) of its compiled kernels, and a digest
+    # of the launch or schedule that they are compared under
+    speed: dict[str, int] = {}
+    tile: str = ""
     looked: bool = True  # a compiler was run
     numbers: str = ""  # outcome of the interpreter's numerics; empty without them
     reason: str = ""  # why it has no level; not kept in a baseline
@@ -304,7 +308,7 @@ def entry(cell: Cell) -> SnapshotCell:
         op=cell.problem.op, path=plan.path if plan else "", tier=_tier(plan, cell.target),
         quirks=_ids(cell, "applied"), rejected=_ids(cell, "rejected"),
         noted=tuple(sorted({note.id for note in cell.footnotes if note.changes_nothing})),
-        why_not=_why_not(plan) if plan else {}, worse=_worse(cell), looked=bool(cell.kernels),
+        why_not=_why_not(plan) if plan else {}, worse=_worse(cell), **_speed(cell), looked=bool(cell.kernels),
         numbers=cell.interpreter.outcome if cell.interpreter else "", **same,
     )  # fmt: skip
 
@@ -356,6 +360,22 @@ def _worse(cell: Cell) -> dict[str, int]:
                 name = f"{kernel.function} {fact}"
                 found[name] = max(value, found.get(name, 0))
     return found
+
+
+def _speed(cell: Cell) -> dict[str, Any]:
+    """Return the fields `speed` and `tile`; of several compilations of one function the worst counts."""
+    found: dict[str, int] = {}
+    backend, _, name = cell.target.partition(":")
+    arch = Registry.load().arches[backend][name]
+    for kernel in cell.kernels:
+        facts: dict[str, Any] = {name: kernel.facts.get(name) for name in ("loop_instructions", "spills")}
+        facts["occupancy"] = kernel.facts.get("occupancy") or programs_a_core(kernel.facts, arch)
+        for fact, value in facts.items():
+            if value:
+                name = f"{kernel.function} {fact}"
+                found[name] = (min if fact == "occupancy" else max)(int(value), found.get(name, int(value)))
+    plan = cell.plan
+    return {"speed": found, "tile": digest([plan.launch, plan.schedule])[:8] if plan and found else ""}
 
 
 def _why_not(plan: PlanSummary) -> dict[str, str]:

@@ -4,6 +4,7 @@ axes.toml has the axes of each kernel: fields of Launch, compiler options, choic
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import hashlib
@@ -30,12 +31,14 @@ from portattn.schema.symbolic_int import next_power_of_two
 from portattn.schema.target import TRAITS, Arch, Target
 from portattn.schema.tensors import KV_STORED, TORCH_DTYPE
 from portattn.schema.tuning import Entry, Provenance, Tuning
+from portattn.testing import bound
 from portattn.testing.executor import analyst
 from portattn.tools.tune import tunable
 from portattn.tools.tune.gradients import combine_sweeps, swept
 from portattn.worker.client import Worker
 
 AXES = Path(__file__).with_name("axes.toml")
+COSTS = "step_costs"  # the fact that holds bound.Costs
 WARPS = ("warps", "no_warps")  # of an axis' chip, beside the traits
 
 
@@ -229,7 +232,12 @@ class CoreTunable:
         def compile_it(worker: Worker, seconds: float) -> tunable.CompileResult:
             return compile_plan(made, launches, target, worker, seconds)
 
-        return tunable.BuiltCandidate(hashlib.sha256(told.encode()).hexdigest()[:32], start, code, compile_it)
+        def bound_of(facts: tunable.Facts) -> bound.LowerBound | None:
+            said = facts.get(COSTS)
+            costs = msgspec.json.decode(str(said), type=bound.Costs) if said else None
+            return bound.lower_bound(problem, made.specialised[1], costs, target) if costs is not None else None
+
+        return tunable.BuiltCandidate(hashlib.sha256(told.encode()).hexdigest()[:32], start, code, compile_it, bound_of)
 
 
 class CoreBackwardTunable(CoreTunable):
@@ -279,13 +287,18 @@ def compile_plan(
         working = kernel.functions
     found: tunable.Facts | None = None
     reader = analyst(target)
+    asks = reader.asks if reader else "full" if target.arch.rates is None or made.problem.backward else "code"
     for launch in launches:
-        reply = compile_in(worker, launch, made, target, seconds, reader.asks if reader else "full")
+        reply = compile_in(worker, launch, made, target, seconds, asks)
         if reply.outcome != "ok":
             return tunable.CompileResult(
                 f"{launch.function}: {reply.kind} at {reply.stage}: {first_line(reply.message)}", found
             )
         facts: tunable.Facts = dict(reply.facts)
+        code = str(facts.pop("code", ""))
+        if code and isinstance(launch, KernelCall) and launch.function in kernel.functions:
+            with contextlib.suppress(bound.NoBound):
+                facts[COSTS] = msgspec.json.encode(bound.costs(code, launch, facts, target)).decode()
         if reader is not None and isinstance(launch, KernelCall):
             facts, lints = reader.analyze(reply, launch, target)
             red = "; ".join(str(lint) for lint in lints if lint.red)

@@ -33,7 +33,7 @@ COLUMNS = (
     "memory", "verdict",
 )  # fmt: skip
 # Of which another run's log would be another run.
-_SAME = ("target", "toolchain", "portattn", "kernels", "measured", "classes", "spills", "only")
+_SAME = ("target", "toolchain", "portattn", "kernels", "measured", "classes", "spills", "only", "by_bound")
 
 
 class _LogVersion(msgspec.Struct):
@@ -189,7 +189,7 @@ def text(records: Sequence[Record], quiet: bool = True) -> str:
 def sentence(outcome: Outcome) -> str:
     if outcome.choice is None:
         return f"nothing: {outcome.reason}"
-    how = "measured" if outcome.measured else "not measured"
+    how = "measured" if outcome.measured else "by a bound, never timed" if outcome.by_bound else "not measured"
     text = f"{'chosen' if outcome.replaces else 'kept'}, {how}: {outcome.choice}"
     if outcome.ratio is not None and outcome.incumbent is not None:
         text += f" ({outcome.ratio:.3f} of the incumbent's time, noise {outcome.noise or 0:.1%})"

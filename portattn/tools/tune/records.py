@@ -75,6 +75,7 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="r
     date: datetime.date
     classes: dict[str, tuple[str, ...]]  # the requested classes by name; workloads by class
     spills: int = 0
+    by_bound: bool = False  # bounds chose among what compiles
     only: dict[str, tuple[str, ...]] = {}  # the settings that candidates were restricted to
 
 
@@ -122,6 +123,9 @@ class ProblemResult(msgspec.Struct, frozen=True, kw_only=True):
     times: Times | None = None
     incumbent: float | None = None
     runner_up: float | None = None
+    # lower bounds on its time, and on that of the incumbent, if bounds decided
+    bound: float | None = None
+    incumbent_bound: float | None = None
     error: float | None = None
     budget: float | None = None
 
@@ -145,6 +149,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="
     reason: str = ""
     complete: bool = True  # False if the budget was spent before every candidate was tried
     seconds: float = 0.0
+    by_bound: bool = False  # a bound chose it
     timed_with: str = ""  # another compiler that the incumbent was timed with, or ""
 
 
@@ -271,9 +276,14 @@ def entry(of: Class, outcome: Outcome, origin: Origin) -> Table:
         made.add("split_threshold", choice.split_threshold)
     if not outcome.measured:
         made.add("timed", False)
+    if outcome.by_bound:
+        made.add("by_bound", True)
     made.add("provenance", _provenance(outcome, origin))
     made.add(tomlkit.nl())
     return made
+
+
+FIGURES = ("runner_up", "incumbent", "bound", "incumbent_bound", "error", "budget")
 
 
 def _provenance(outcome: Outcome, origin: Origin) -> Table:
@@ -290,7 +300,7 @@ def _provenance(outcome: Outcome, origin: Origin) -> Table:
     for result in outcome.results:
         of_best = {"us": "median", "least": "least", "most": "most"}
         seen = {"problem": result.problem} | {name: getattr(result.times, of, None) for name, of in of_best.items()}
-        seen |= {name: getattr(result, name) for name in ("runner_up", "incumbent", "error", "budget")}
+        seen |= {name: getattr(result, name) for name in FIGURES}
         figures.add_line(_inline({name: _short(value) for name, value in seen.items() if value is not None}))
     if outcome.results:
         figures.add_line(indent="")
@@ -316,7 +326,7 @@ def read_base(path: Path) -> str:
 
 def origin(
     target: Target, measured: bool, classes: Sequence[Class], command: str, spills: int, commit: str = "",
-    only: Only = MappingProxyType({}),
+    only: Only = MappingProxyType({}), by_bound: bool = False,
 ) -> Origin:  # fmt: skip
     """Return the Origin of a run that begins now; `measured`: on this device; an empty `commit` is git's."""
     device = timed_device() if measured else None
@@ -330,5 +340,5 @@ def origin(
         portattn=portattn.__version__, kernels=kernel_source_digest(),
         commit=commit or source_commit_text(Path(portattn.__file__).parent), command=command,
         date=datetime.date.today(), classes={one.name: tuple(load.name for load in one.workloads) for one in classes},
-        spills=spills, only=dict(only),
+        spills=spills, only=dict(only), by_bound=by_bound,
     )  # fmt: skip

@@ -18,8 +18,10 @@ from portattn.schema.lowering import LAUNCH_FIELDS, Launch, Lowering, OptionValu
 from portattn.schema.problem import Problem
 from portattn.schema.target import Target
 from portattn.schema.tuning import SPLIT_THRESHOLD
+from portattn.testing.bound import LowerBound
+from portattn.testing.findings import Facts, programs_a_core
 from portattn.tools import lab
-from portattn.tools.lab.run_programs import OpenWorker, run_in_threads
+from portattn.tools.lab.creating import OpenWorker, run_in_threads
 from portattn.worker.client import Worker
 
 Setting = bool | int | str | None
@@ -95,9 +97,6 @@ def apply_settings(base: Choice, settings: dict[str, Setting], lowering_names: t
     )
 
 
-Facts = dict[str, int | str | float]
-
-
 class NotBuilt(PortattnError):
     """The planner or a variant does not take a candidate for the problem; the text says why."""
 
@@ -126,6 +125,8 @@ class BuiltCandidate:
     code: str = ""  # candidates of equal code are compiled once; empty for the identity
     # compiles it in a child process within a number of seconds, also without the chip; None if only a run can
     compile: Callable[[Worker, float], CompileResult] | None = None
+    # a lower bound on its time from the facts of its code, if they have what a bound needs
+    bound: Callable[[Facts], LowerBound | None] | None = None
 
     @property
     def key(self) -> str:
@@ -162,24 +163,6 @@ def bind_launcher(launch: Callable[[Mapping[str, torch.Tensor | None]], object],
     return RunnableCandidate(lambda: launch(tensors), out)
 
 
-# A multiprocessor's registers are in so many parts, each of which holds whole warps. Source: NVIDIA's occupancy
-# calculator, whose number of warps by registers is rounded down to multiples of four (compute capability 5.0 and on).
-PARTS = 4
-
-
-def programs_a_core(facts: Facts, target: Target) -> int | None:
-    """Return how many programs of this code one compute unit has room for; None if unknown."""
-    warps, arch = int(facts.get("num_warps", 4)), target.arch
-    if not arch.core_threads or "registers" not in facts:
-        return None
-    unit, reserved = arch.register_unit, arch.reserved_memory
-    a_warp = -(-int(facts["registers"]) * arch.warp_size // unit) * unit
-    by_registers = PARTS * (arch.core_registers // PARTS // a_warp) // warps if a_warp else arch.core_registers
-    by_memory = (arch.scratchpad_bytes + reserved) // (int(facts.get("scratchpad_bytes", 0)) + reserved)
-    by_threads = arch.core_threads // (warps * arch.warp_size)
-    return min(by_registers, by_memory, by_threads)
-
-
 def verdict(compiled: CompileResult, choice: Choice, target: Target, most_spilled: int) -> str:
     """Return why a compiled candidate is ruled out, or ""; most_spilled: allowed bytes of spills."""
     if compiled.failure:
@@ -194,7 +177,7 @@ def verdict(compiled: CompileResult, choice: Choice, target: Target, most_spille
         return f"{facts['spills']} bytes spilled, {most_spilled} allowed"
     if facts.get("serialized_wgmma"):
         return "ptxas serialised its wgmma instructions"
-    programs = programs_a_core(facts, target)
+    programs = programs_a_core(facts, target.arch)
     if programs is not None and programs < max(choice.occupancy, 1):
         return f"over-subscribed: {choice.occupancy} programs a core are asked for, {programs} fit"
     if programs is not None and Launch().changed(choice.launch).get("maxnreg") and programs < 2:

@@ -8,6 +8,7 @@ import torch
 
 from portattn.reference import blockwise
 from portattn.schema.call import Call
+from portattn.testing.bound import Costs, LowerBound
 from portattn.tools.tune.tunable import BuiltCandidate, Choice, CompileResult, NotBuilt, RunnableCandidate
 
 SMALL = "attention q=1,2,20,16 kv=1,1,37,16 dtype=fp16 causal"
@@ -24,6 +25,7 @@ class Made:
         default_factory=lambda: {"registers": 128, "spills": 0, "scratchpad_bytes": 1}
     )
     failure: str = ""
+    bound: float | None = None  # µs that its code takes at least
 
 
 class FakeTunable:
@@ -59,7 +61,12 @@ class FakeTunable:
             self.compiled.append(block_n)
             return CompileResult(one.failure, one.facts)
 
-        return BuiltCandidate(identity, start, compile=compile_it)
+        def bound_of(facts) -> LowerBound | None:
+            costs = Costs(counts={}, cycles={}, alone=0.0, programs=1, scratchpad_bytes=0)
+            about = {"binding": "matrix", "times": {}, "steps": 1, "programs": 1, "bytes": 1, "costs": costs}
+            return None if one.bound is None else LowerBound(us=one.bound, **about)
+
+        return BuiltCandidate(identity, start, compile=compile_it, bound=bound_of)
 
 
 def choice(block_n: int) -> Choice:

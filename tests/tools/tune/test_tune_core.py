@@ -58,13 +58,13 @@ def test_what_no_core_kernel_takes_is_not_built():
 
 def test_programs_a_core(target):
     facts = {"registers": 168, "num_warps": 4, "scratchpad_bytes": 65536}
-    assert programs_a_core(facts, target) == 3
-    assert programs_a_core(facts | {"registers": 128}, target) == 3
-    assert programs_a_core(facts | {"registers": 128, "scratchpad_bytes": 32768}, target) == 4
-    assert programs_a_core(facts | {"registers": 255, "scratchpad_bytes": 0}, target) == 2
+    assert programs_a_core(facts, target.arch) == 3
+    assert programs_a_core(facts | {"registers": 128}, target.arch) == 3
+    assert programs_a_core(facts | {"registers": 128, "scratchpad_bytes": 32768}, target.arch) == 4
+    assert programs_a_core(facts | {"registers": 255, "scratchpad_bytes": 0}, target.arch) == 2
     one_warp = facts | {"num_warps": 1, "scratchpad_bytes": 0}  # a quarter of them has two of 178, three of 168
-    assert [programs_a_core(one_warp | {"registers": number}, target) for number in (178, 168)] == [8, 12]
-    assert programs_a_core(facts, parse_target("rocm:gfx942", "triton==3.6.0")) is None
+    assert [programs_a_core(one_warp | {"registers": number}, target.arch) for number in (178, 168)] == [8, 12]
+    assert programs_a_core(facts, parse_target("rocm:gfx942", "triton==3.6.0").arch) is None
     asked = Choice(launch={"maxnreg": 168, "num_warps": 4})
     assert verdict(CompileResult("", facts), asked, target, 0) == ""
     assert "maxnreg" in verdict(CompileResult("", facts | {"scratchpad_bytes": 200_000}), asked, target, 0)

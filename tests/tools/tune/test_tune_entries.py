@@ -230,6 +230,21 @@ def test_what_was_only_compiled_says_so(tmp_path, class_of, tunable, origin):
     assert not tuning.provenance.measured
 
 
+def test_a_choice_by_bounds_is_never_taken_for_a_timed_one(tmp_path, class_of, tunable, origin):
+    path = tmp_path / "new.toml"
+    of = class_of(tunable, file=None)
+    results = tuple(ProblemResult(problem=load.name, bound=80.123, incumbent_bound=100.0) for load in of.workloads)
+    chosen = outcome(of, measured=False, by_bound=True, results=results)
+    assert "by a bound, never timed" in sentence(chosen)
+    assert TuningFile(path, None, origin(of.name, measured=False, torch=""), "cuda").put(of, chosen)
+    (entry,) = load_tuning(path, "cuda").entry
+    assert (entry.by_bound, entry.timed) == (True, False)
+    assert (entry.provenance.figures[0].bound, entry.provenance.figures[0].incumbent_bound) == (80.12, 100.0)
+    path.write_text(path.read_text().replace("timed = false\n", "").replace("measured = false", "measured = true"))
+    with pytest.raises(DataError, match="by_bound"):
+        load_tuning(path, "cuda")
+
+
 def test_what_no_reader_takes_is_not_written(tmp_path, base, class_of, tunable, origin):
     path = tmp_path / "sm_90.toml"
     path.write_text(base)

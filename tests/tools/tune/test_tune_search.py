@@ -166,6 +166,23 @@ def test_without_a_device_what_spills_is_replaced_by_the_largest_tile_that_does_
     assert search(tunable, class_of(tunable), timed=False)[0].choice == choice(64)
 
 
+def test_bounds_choose_among_what_does_not_spill_and_gains_five_per_cent(class_of, search):
+    spilling = {"registers": 255, "spills": 400, "scratchpad_bytes": 1}
+    gains = {64: Made(bound=100.0), 32: Made(bound=90.0), 16: Made(bound=94.0), 128: Made(bound=50.0, facts=spilling)}
+    same = {64: Made(bound=100.0), 32: Made(bound=96.0)}
+    unknown = {64: Made(), 32: Made(bound=1.0)}
+    for made, expected in ((gains, 32), (same, 64), (unknown, 64)):
+        tunable = FakeTunable(made)
+        of = class_of(tunable, file=NOT_TIMED)
+        outcome, _ = search(tunable, of, timed=False, by_bound=True)
+        assert (outcome.choice, outcome.by_bound) == (choice(expected), expected != 64)
+        (result,) = outcome.results
+        assert (result.bound, result.incumbent_bound) == (made[expected].bound, made[64].bound)
+    # Times are worth more than bounds, and without the option nothing is ranked.
+    assert search(FakeTunable(gains), class_of(FakeTunable(gains)), timed=False, by_bound=True)[0].choice == choice(64)
+    assert not search(FakeTunable(gains), of, timed=False)[0].by_bound
+
+
 def test_nothing_that_compiles_is_red(class_of, search):
     tunable = FakeTunable({64: Made(failure="no"), 32: Made(failure="no")})
     for timed in (True, False):

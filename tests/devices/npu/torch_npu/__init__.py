@@ -49,3 +49,7 @@ for schema in vendor_kernels.SCHEMAS.values():
     if schema.name in vendor_kernels.GRADIENT_OF:
         library.impl(name, on_devices(name), "AutogradPrivateUse1")
     globals()[name] = getattr(torch.ops.npu, name)
+
+
+def _autoload() -> None:
+    """Called at `import torch` where a distribution names it as an entry point of torch.backends."""

@@ -1,0 +1,132 @@
+"""Bounds on time from machine code: the reader of both languages, the arithmetic by hand, and times of an H200."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from portattn.launch import KernelCall
+from portattn.planning.registry import parse_target
+from portattn.schema.lowering import Launch
+from portattn.testing import bound
+from portattn.tools.tune.classes import parse, workload
+from portattn.worker.machine_code import instructions_of_key_loop, key_loops, pass_through
+from portattn.worker.machine_code import parse as read
+
+FIGURES = Path(__file__).parents[2] / "docs" / "performance" / "bound.json"
+AMD = """
+\t.amdgcn_target "amdgcn-amd-amdhsa--gfx942"
+kernel:
+\tv_mov_b32_e32 v0, 0
+.LBB0_1:                                ; =>This Inner Loop Header: Depth=1
+\tv_mov_b32_e32 v1, v0
+\ts_cbranch_scc1 .LBB0_1
+.LBB0_2:
+\tv_mfma_f32_32x32x8_bf16 a[0:15], v[0:1], v[2:3], 0
+\ts_cbranch_vccnz .LBB0_3
+\tv_cndmask_b32_e32 v9, v8, v7, vcc
+.LBB0_3:
+\tv_add_f32_e32 v20, v21, v22
+\tv_accvgpr_read_b32 v4, a3
+\tv_exp_f32_e32 v5, v4
+\tds_read2_b64 v[30:33], v6 offset1:16
+\tv_mfma_f32_16x16x16_f16 a[16:19], v[0:1], v[2:3], a[16:19]
+\ts_cbranch_scc1 .LBB0_2
+\ts_endpgm
+\t.amdhsa_wavefront_size32 0
+"""
+SASS = """
+\t.headerflags\t@"EF_CUDA_SM90"
+        /*0000*/                   MOV R1, R2 ;
+.L_x_1:
+        /*0010*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR20], RZ, !UPT, gsb0 ;
+        /*0020*/                   FADD R2, R3, R4 ;
+        /*0030*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*0040*/                   MUFU.EX2 R5, R6 ;
+        /*0050*/               @P1 MUFU.EX2 R7, R6 ;
+        /*0060*/                   FMNMX R8, R9, R10, !PT ;
+        /*0070*/                   LDSM.16.M88.4 R12, [R13] ;
+        /*0080*/                   HMMA.16816.F32.BF16 R24, R12, R14, R24 ;
+        /*0090*/               @P0 BRA `(.L_x_1) ;
+        /*00a0*/                   EXIT ;
+"""
+
+
+def test_the_key_loop_of_amdgcn_and_what_a_branch_may_skip():
+    (loop,) = key_loops(AMD)
+    assert instructions_of_key_loop(AMD) == 9
+    assert [one.name for one in loop.instructions if "cndmask" in one.name] == []
+    counts = {unit: loop.count(unit) for unit in ("matrix", "transcendental", "vector", "scratchpad")}
+    assert counts == {"matrix": 2, "transcendental": 1, "vector": 2, "scratchpad": 1}
+    assert loop.operations() == 2 * 32 * 32 * 8 + 2 * 16 * 16 * 16
+    assert loop.amount("scratchpad") == 64 * 16
+    assert read(AMD.replace("size32 0", "size32 1"))[0][-4].amount == 32 * 16
+
+
+def test_the_key_loop_of_sass():
+    (loop,) = key_loops(SASS)
+    assert [loop.count(unit) for unit in ("matrix", "transcendental", "half_rate", "scratchpad")] == [2, 1, 1, 1]
+    assert loop.operations() == 2 * 16 * 128 * 16 + 2 * 16 * 8 * 16
+    assert loop.amount("scratchpad") == 32 * 16
+
+
+def test_a_warp_waits_for_its_products():
+    amd, sass = (key_loops(text)[0] for text in (AMD, SASS))
+    cycles = {"issue": 4, "vector": 4, "transcendental": 16, "other": 0}
+    # The product of 100 cycles ends after the addition, and the register's reader waits: 100 + 4 + 16 + 4 + its own 4.
+    assert pass_through(amd, cycles, lambda one: 100 if one.shape == "32x32" else 0) == 128
+    # Without the wait for the group the products' unit alone decides; with it the rest comes after.
+    own = {"issue": 1, "transcendental": 8}
+    long = pass_through(sass, own, lambda one: 64 if one.kind == "f16" and one.closes else 4)
+    short = key_loops(SASS.replace("WARPGROUP.DEPBAR.LE gsb0, 0x0", "NOP"))[0]
+    assert long > pass_through(short, own, lambda one: 64 if one.closes else 4) >= 68
+
+
+def costs_of(target: str, text: str, **facts):
+    constants = {"BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_D": 64, "BLOCK_TAIL": 0, "BLOCK_DV": 64, "DOT_PRECISION": "ieee"}
+    call = KernelCall("", "dense_forward", (1,), {}, constants, Launch())
+    return bound.costs(text, call, {"num_warps": 4, **facts}, parse_target(target, "triton==3.6.0"))
+
+
+def test_a_steps_costs_and_a_launchs_bound_are_the_arithmetic():
+    target = parse_target("rocm:gfx942", "triton==3.6.0")
+    costs = costs_of("rocm:gfx942", AMD, occupancy=2)
+    # 16,384 operations at 2,048 a cycle and CU are 32 cycles of one of four SIMDs, and 8,192 are 16.
+    assert costs.cycles == {"matrix": 48, "vector": 2 * 4 + 16, "scratchpad": 64 * 16 * 4 / 128}
+    assert costs.programs == 2
+    costs = msgspec.structs.replace(costs, alone=3000.0)
+    full, causal = (
+        workload(parse(f"attention q=4,16,4096,64 kv=4,16,4096,64 dtype=bf16{mask}")).problem
+        for mask in ("", " causal")
+    )
+    launch = Launch(block_m=128, block_n=64)
+    found = bound.lower_bound(full, launch, costs, target)
+    programs = 4 * 16 * 32
+    assert (found.programs, found.steps) == (programs, programs * 64)
+    share = -(-programs // 304)  # of the busiest CU
+    assert found.times["matrix"] == pytest.approx(share * 64 * 48 / 2100)
+    assert (found.binding, found.us) == ("occupancy", pytest.approx(-(-share // 2) * 64 * 3000 / 2100))
+    assert found.bytes == 4 * 4 * 16 * 4096 * 64 * 2
+    half = bound.lower_bound(causal, launch, costs, target)
+    assert half.steps == 4 * 16 * sum(2 * tile + 2 for tile in range(32))
+    # A split over keys shares out the steps of a row, and changes no byte.
+    decode = workload(parse("decode_attention q=2,8,1,64 kv=2,2,1000,64 dtype=bf16")).problem
+    parts = bound.lower_bound(decode, Launch(block_m=16, block_n=64, splits=5), costs, target)
+    assert (parts.programs, parts.steps) == (2 * 2 * 5, 2 * 2 * 16)
+
+
+def test_what_has_no_bound_says_why():
+    with pytest.raises(bound.NoBound, match="sm_70 has no rates"):
+        bound.rates_of(parse_target("cuda:sm_70", "triton==3.2.0"))
+    with pytest.raises(bound.NoBound, match="no matrix instructions"):
+        costs_of("rocm:gfx942", AMD.replace("v_mfma", "v_none"))
+    with pytest.raises(bound.NoBound, match="no products of f8"):
+        costs_of("rocm:gfx90a", AMD.replace("16x16x16_f16", "16x16x32_fp8_fp8"))
+
+
+def test_no_bound_exceeds_a_time_of_an_h200():
+    rows = json.loads(FIGURES.read_text())["rows"]
+    timed = [one for one in rows if "bound" in one]
+    assert len(timed) > 150
+    assert [one for one in timed if one["bound"] > 1.03 * one["us"]] == []
