@@ -101,7 +101,8 @@ def costs(text: str, call: KernelCall, facts: Mapping[str, Any], target: Target)
     if not any(loop.operations() for loop, _ in found):
         raise NoBound(f"{call.function}: its code has no matrix instructions, which a bound counts steps by")
     each = [_cycles(loop, warps, rates) for loop, _ in found]
-    steps = [max(round(share), 1) for _, share in found]
+    # Unrolled, a round has more steps; a part of a step more is work that several warps repeat.
+    steps = [max(int(share + 1e-6), 1) for _, share in found]
     # A step runs in one of the loops, such as with a mask and without: it costs at least the least of them.
     cycles = {unit: min(one[unit] / n for one, n in zip(each, steps, strict=True)) for unit in each[0]}
     alone = min(
