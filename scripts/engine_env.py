@@ -34,8 +34,8 @@ from pathlib import Path
 
 from portattn.files import write_whole
 from portattn.schema import toml_reader
+from portattn.tools.lab.creating import CommandError, Commands, Say
 from portattn.tools.lab.folders import MAKING, LabError, discard, interpreter, lock, sweep
-from portattn.tools.lab.run_programs import CommandError, Commands, Say
 
 ROOT = Path(__file__).resolve().parent.parent
 LISTS = ROOT / "tests" / "engines" / "requirements"

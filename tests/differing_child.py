@@ -299,7 +299,6 @@ def prepared() -> None:
     handle = portattn.prepare("decode_attention", **given)
     fake.launches()
     kind = handle._kind
-    assert kind is not None
     hit, found["handle"] = kind.hit, {"hit": kind.hit is not None}
     assert kind.classes[0].program(cache.sizes_of([longer[n] for n in ("q", "k_cache", "v_cache", "seqlens_k")]))
 
@@ -369,7 +368,6 @@ def maps() -> None:
         if way(*one) == "no class":
             keep(*one)
     direct = kind.classes[0].direct
-    assert direct is not None
     found["maps"] = same_launches(calls) | {
         "path": kind.classes[0].plan.path, "descriptors": len(direct._maps),
         "made by native.c": [one.encoding(direct.native) is not None for one in direct._maps],

@@ -15,8 +15,7 @@ Pieces = tuple[torch.Tensor, ...]
 
 
 def normal(seed: int, *shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator).to(WHERE, dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(WHERE, dtype)
 
 
 def integers(seed: int, low: int, high: int, *shape: int) -> torch.Tensor:

@@ -307,8 +307,7 @@ def taken() -> None:
             given.clear()
             full[0] = True
             seen["full"] = [error(lambda: opcalls.perform(op, arguments)), list(given), len(fake.launches())]
-            handle = portattn.prepare(op, **arguments)
-            handle.run(**arguments)
+            portattn.prepare(op, **arguments).run(**arguments)
             seen["prepared"] = [list(given), len(fake.launches())]
     finally:
         cached_launch.runtime = plain

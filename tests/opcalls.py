@@ -144,7 +144,6 @@ def _latent_scale(call: Call) -> dict[str, Any]:
 
 
 def _queries(p: Problem, q: torch.Tensor | None) -> torch.Tensor:
-    assert q is not None
     if p.packed:
         return q[0].transpose(0, 1)
     return q.transpose(1, 2) if p.layout == "bshd" else q

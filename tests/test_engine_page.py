@@ -43,7 +43,6 @@ def test_both_ends_of_the_range_of_diffusers_ran() -> None:
     """Of the extra, which is the range that register() takes (tests/engines/diffusers)."""
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     ends = re.search(r'"diffusers>=([\d.]+),<=([\d.]+)"', project)
-    assert ends is not None
     assert {f"diffusers-{end}" for end in ends.groups()} <= {path.stem for path in (DOCS / "engines").glob("*.json")}
 
 

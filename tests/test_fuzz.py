@@ -78,8 +78,7 @@ KNOWN: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_what_was_found(device: Device, small_tiles: None, name: str) -> None:
-    case = msgspec.structs.replace(KNOWN[name], backend=device.path)
-    assert values.run(case, device.name).failure == ""
+    assert values.run(msgspec.structs.replace(KNOWN[name], backend=device.path), device.name).failure == ""
 
 
 def test_cases_are_drawn_from_the_seed() -> None:
@@ -95,7 +94,6 @@ def test_keys_and_values_are_poisoned_apart(name: str) -> None:
     problem = Problem(batch=2, heads_q=2, heads_k=1, seq_q=3, seq_k=20, head_dim=8, dtype="fp32", seqlens_k=True)
     other = {"k": "v", "v": "k"}[name]
     call = values.call_of(Case(problem=problem, seed=3, backend="reference", **{name: "inf", other: "normal"}), "cpu")
-    assert call.seqlens_k is not None
     for b, length in enumerate(call.seqlens_k.tolist()):
         assert getattr(call, name)[b, :, length:].isposinf().all()
         assert getattr(call, name)[b, :, :length].isfinite().all()
@@ -187,8 +185,7 @@ KNOWN_TURNS = {
 @pytest.mark.compiles
 @pytest.mark.parametrize("name", KNOWN_TURNS)
 def test_shapes_that_were_found(tmp_path: Path, name: str) -> None:
-    text = shapes.command(KNOWN_TURNS[name]).split("'")[1]
-    assert _recorded(tmp_path / "report.json", "--turns", text).green
+    assert _recorded(tmp_path / "report.json", "--turns", shapes.command(KNOWN_TURNS[name]).split("'")[1]).green
 
 
 class _Forgetful:
@@ -210,8 +207,7 @@ class _Forgetful:
 def test_a_call_that_serves_another_wrongly_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     turns = [("prefill", Shape(keys=keys)) for keys in (1, 17, 64, 30, 65, 64)]
     here: Any = _Forgetful(monkeypatch, turns[2])
-    outcomes = [here.perform(turn) for turn in turns]
-    found = shapes._compared(here, 0, 10, turns, outcomes)
+    found = shapes._compared(here, 0, 10, turns, [here.perform(turn) for turn in turns])
     (failure,) = found.failures
     assert (found.cases, failure.case) == (6, 14)
     assert failure.why.endswith("64, alone 65")
@@ -249,7 +245,6 @@ def test_an_interrupt_ends_with_a_report(tmp_path: Path) -> None:
     process = subprocess.Popen(
         words, **options, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=support.interruptible
     )
-    assert process.stderr is not None
     end = time.monotonic() + 120
     for line in process.stderr:  # progress: until there is a case
         if " 0 cases" not in line or time.monotonic() > end:

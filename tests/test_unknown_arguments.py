@@ -38,8 +38,7 @@ def tables_of_the_page() -> Iterator[tuple[str, tuple[str, str], list[tuple[str,
 
 def test_the_page_and_the_table_are_one() -> None:
     page = list(tables_of_the_page())
-    data = [(t.library, tuple(t.head), [tuple(row) for row in t.rows]) for t in TABLES]
-    assert page == data
+    assert page == [(t.library, tuple(t.head), [tuple(row) for row in t.rows]) for t in TABLES]
 
 
 def parameters(op: str) -> set[str]:

@@ -31,15 +31,17 @@ _PLACES = {
 
 
 # Types of devices with an autocast: torch raises for any other (meta), and dynamo cannot trace torch's own test for
-# them. torch_npu names an NPU's.
-_HAVING = frozenset({"cpu", "cuda", "xpu", "hpu", "mps", "mtia", "maia", "xla", "ipu", "privateuseone", "npu"})
+# them. A maker's package names one more, `npu` say: torch's key PrivateUse1.
+_HAVING = frozenset({"cpu", "cuda", "xpu", "hpu", "mps", "mtia", "maia", "xla", "ipu"})
 
 
 def is_on(q: Any) -> bool:
     if not isinstance(q, torch.Tensor):
         return False
     device_type = q.device.type
-    return device_type in _HAVING and torch.is_autocast_enabled(device_type)
+    if device_type not in _HAVING and device_type != torch._C._get_privateuse1_backend_name():
+        return False
+    return torch.is_autocast_enabled(device_type)
 
 
 def cast(op: str, tensors: Sequence[Any]) -> Sequence[Any]:

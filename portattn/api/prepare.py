@@ -11,9 +11,8 @@ import torch
 
 from portattn.api import dispatch
 from portattn.api.argument_errors import names_of, short_traceback, unknown_argument
-from portattn.api.call import fake_result, plan_request, run_with_autograd
+from portattn.api.call import are_jagged, fake_result, packed, plan_request, run_with_autograd
 from portattn.api.execute import run_request
-from portattn.api.jagged import are_jagged, packed
 from portattn.api.request import CacheWriter, Request, Result, checked_request, settings_for
 from portattn.api.signatures import Parts, arguments_as_parts, request_of
 from portattn.api.transform_checks import are_transformed, leave_out, left_out

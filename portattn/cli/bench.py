@@ -104,8 +104,7 @@ def bench(
     if resume and out is None:
         raise ArgumentError("bench", "--resume", True, "needs --out, the folder of the run to go on with")
 
-    import torch
-
+    from portattn.launch.torch_compat import timed_device
     from portattn.tools.bench import peers as bench_peers
     from portattn.tools.bench import releases as bench_releases
     from portattn.tools.bench.report import document
@@ -115,12 +114,14 @@ def bench(
     for name in others:
         if name in bench_peers.PEERS:
             raise ArgumentError("bench", "--peer-file", name, "has the name of a peer that is known already")
-    if not torch.cuda.is_available():
-        raise PortattnError("bench: no CUDA or ROCm device is here to time anything on")
+    device = timed_device()
+    if device is None:
+        raise PortattnError("bench: no device with events is here to time anything on")
 
     several = bench_releases.releases(releases)  # nobody is to make a folder for a machine that cannot time anything
     options = BenchOptions(rounds=rounds, backend=backend, wanted=wanted, others=others, core=core, only_host=only_host)
-    job, found = BenchJob(chosen, options, several, libraries, budget, jobs, out, resume, commit), BenchOutcome()
+    job = BenchJob(chosen, options, several, libraries, budget, jobs, out, resume, commit, device.type)
+    found = BenchOutcome()
     ended = _measure(job, found)
     if several:
         _show_releases(found, out, as_json)
@@ -177,6 +178,7 @@ class BenchJob:
     out: Path | None
     resume: bool
     commit: str
+    device_type: str
 
 
 @dataclass(slots=True)
@@ -202,7 +204,7 @@ def _measure(job: BenchJob, found: BenchOutcome) -> int:
     options = job.options
     cells = bench_cases.covering(job.chosen) if job.budget is not None else bench_cases.plain(job.chosen)
     loaded = load(job.libraries)
-    here = rounds.DeviceClock()
+    here = rounds.DeviceClock(job.device_type)
     with ExitStack() as stack:
         limits = None if options.only_host else here.ceilings()
         about: dict[str, Any] = {

@@ -185,8 +185,7 @@ def write(result: Result, folder: Path) -> list[Path]:
 
 
 def show(result: Result, written: list[Path]) -> None:
-    from portattn.tools.bench.goals import goal_results
-    from portattn.tools.bench.report import summaries
+    from portattn.tools.bench.report import goal_results, summaries
 
     for run in result.runs:
         limits = run.ceilings

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from portattn.cli import INTERRUPTED, RED, matrix_output, require_some
+from portattn.cli import INTERRUPTED, RED, matrix_compare, require_some
 from portattn.cli.output import emit_json, heading, json_option, pairs, plural
 from portattn.errors import ArgumentError, DataError
 from portattn.tools import param_types
@@ -132,10 +132,10 @@ def _kinds() -> Sequence[str]:
 @options(
     ("--from before", COMPILER, "The compiler that is left; the baseline's, or the installed one."),
     ("--to after", COMPILER, "The compiler that comes; the installed one, where --from or --baseline is given."),
-    ("--targets", matrix_output.TARGETS,
+    ("--targets", matrix_compare.TARGETS,
      "Targets, as of `matrix run`; repeat it, or use commas. The baseline's, or those of the quick set."),
 )  # fmt: skip
-@matrix_output.cell_options
+@matrix_compare.cell_options
 @options(
     ("--quick", FLAG, "The quick set of problems (the default)."),
     ("--full", FLAG, "The full set of problems: seconds of plans, hours of compiling."),
@@ -146,7 +146,7 @@ def _kinds() -> Sequence[str]:
     ("--create", FLAG, "With --compile: first make the lab environments that are missing."),
     ("--expected", FILE, "The expected failures, as of `matrix run`."),
 )  # fmt: skip
-@matrix_output.today_option
+@matrix_compare.today_option
 @options(
     ("--fail-on", {"multiple": True, "metavar": "WORDS", "type": CompletionType("words", words(_kinds), listed=True)},
      "Further changes that are red: new, facts, quirks, won, note, not_run, red; and the less sure unprobed, canaries, "
@@ -175,10 +175,10 @@ def ci(
     from portattn.tools.compare.sides import LEFT_OUT, read_request
     from portattn.tools.matrix.run import Options
 
-    matrix_output.one_set("ci", quick, full)
+    matrix_compare.one_set("ci", quick, full)
     if create and not compiled:
         raise ArgumentError("ci", "--create", "on", "goes with --compile")
-    red, listed = _fail_on(fail_on, compiled), matrix_output.expected_of(expected)
+    red, listed = _fail_on(fail_on, compiled), matrix_compare.expected_of(expected)
     which: SetName | None = "full" if full else "quick" if quick else None
     what = read_request(before, after, targets, problems, which=which, baseline=baseline, quirks=quirk_folder)
     for option, path, reason in (("--summary", summary, takes_no_file), ("--out", out, takes_no_files)):
@@ -188,7 +188,7 @@ def ci(
     if compiled:
         _need_compilers(what, create)
     try:
-        found = _compared(what, made, compiled, out, red, listed, matrix_output.today(today))
+        found = _compared(what, made, compiled, out, red, listed, matrix_compare.as_date(today))
     except KeyboardInterrupt:
         kept = f"; what was finished is in {out}" if out and compiled else ""
         click.echo(f"interrupted{kept}", err=True)
@@ -237,7 +237,7 @@ def _compared(
     from portattn.tools.compare.sides import as_planned, begin_side_run
     from portattn.tools.matrix.cells import snapshot
 
-    command = matrix_output.command_line("ci")
+    command = matrix_compare.command_line("ci")
     runs = {} if what.baseline else {BEFORE: begin_side_run(what, [pair.old for pair in what.pairs], command, options)}
     runs[AFTER] = after = begin_side_run(what, [pair.new for pair in what.pairs], command, options)
     _make(runs, options, compiled, out)
@@ -271,7 +271,7 @@ def _make(runs: dict[str, SideRun], options: Options, compiled: bool, out: Path 
 def _keep(runs: dict[str, SideRun], out: Path | None) -> None:
     for name, made in runs.items():
         if out is not None:
-            matrix_output.write_run(out / name, "ci", made.run, made.cells)
+            matrix_compare.write_run(out / name, "ci", made.run, made.cells)
 
 
 def _tell_runner(found: CiReport, summary: Path | None, as_json: bool) -> None:

@@ -25,18 +25,14 @@ OP = "context-parallel"
 @click.option("--dtype", default="bf16", metavar="DTYPE", help="bf16, fp16 or fp32; bf16 by default.")
 @click.option("--ranks", required=True, type=int, metavar="N", help="GPUs, in all.")
 @click.option(
-    "--inner",
-    type=int,
-    metavar="N",
+    "--inner", type=int, metavar="N",
     help="Ranks of each Ulysses group: 1 (by default) for a ring alone, as many as --ranks for Ulysses alone.",
-)
+)  # fmt: skip
 @click.option("--layout", metavar="LAYOUT", help="How a sequence is cut: zigzag (by default) or contiguous.")
 @click.option("--causal", is_flag=True, help="A row sees no later key.")
 @click.option("--window", metavar="L,R", help="Keys seen before and after a row's own; -1 for all.")
-@click.option("--forward-only", is_flag=True, help="Without gradients.")
 @click.option("--decode", is_flag=True, help="Decoding over a sharded cache: S of --kv is its length.")
 @click.option("--heads", metavar="HEADS", help="With --decode, what each rank gets: all (by default) or shard.")
-@click.option("--latent", is_flag=True, help="With --decode, values are a part of the keys (mla_attention).")
 @click.option(
     "--rate", multiple=True, metavar="NAME=NUMBER", help="A rate of the model, such as link=450e9; repeatable."
 )
@@ -58,18 +54,17 @@ def context_parallel(
     given: dict[str, Any] = {"q": shape(OP, "--q", q), "kv": shape(OP, "--kv", kv)}
     given |= {"ranks": ranks, "dim_v": dv, "dtype": dtype, "rates": _rates(rate)}
     if options.pop("decode"):
-        for name in ("inner", "layout", "causal", "window", "forward_only"):
+        for name in ("inner", "layout", "causal", "window"):
             if options.pop(name):
-                raise click.UsageError(f"--{name.replace('_', '-')} does not go with --decode")
+                raise click.UsageError(f"--{name} does not go with --decode")
         if options["heads"] is None:
             del options["heads"]
         function: Callable[..., Cost] = decode_parallel_cost
         given |= options
     else:
-        for name in ("heads", "latent"):
-            if options.pop(name):
-                raise click.UsageError(f"--{name} goes with --decode alone")
-        given |= {"window": _window(options.pop("window")), "backward": not options.pop("forward_only")}
+        if options.pop("heads"):
+            raise click.UsageError("--heads goes with --decode alone")
+        given |= {"window": _window(options.pop("window"))}
         given |= {name: value for name, value in options.items() if value is not None}
         function = context_parallel_cost
     try:

@@ -223,6 +223,8 @@ def backends() -> Section:
     for name, backend in registry.backends.items():
         try:
             arch = plugins.ask_backend(backend, "detect", own)
+            seen = plugins.ask_backend(backend, "describe", own)
+            trouble = plugins.ask_backend(backend, "trouble", own)
             components = (plugins.ask_backend(backend, "machine_components", own) or {}) if arch else {}
         except Exception as error:  # noqa: BLE001 - one backend's trouble must not hide the others
             errors.append(f"{name}: {type(error).__name__}: {error}")
@@ -230,7 +232,9 @@ def backends() -> Section:
         vendors = ", ".join(v.name for v in backend.vendor)
         paths = f"paths: {', '.join(p for p in (backend.core_path, vendors, 'reference') if p)}"
         versions = "".join(f", {component} {version}" for component, version in components.items())
-        items.append((name, f"{arch}{versions}; {paths}" if arch else "no device here"))
+        shown = f"{arch} ({seen})" if arch and seen else arch or (f"no arch of {seen}" if seen else "no device here")
+        shown = f"not detected: {trouble}" if trouble else shown
+        items.append((name, f"{shown}{versions}; {paths}" if arch else shown))
     errors += [one.told() for one in (*registry.broken, *plugins.disabled_backends())]
     return _section("backends", items, errors=errors)
 

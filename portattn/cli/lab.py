@@ -109,7 +109,7 @@ def create_all(names: list[str], jobs: int = 1, python: str | None = None) -> tu
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     from portattn.tools.lab import LabError, creating
-    from portattn.tools.lab.run_programs import Commands
+    from portattn.tools.lab.creating import Commands
 
     commands = Commands()
     made: dict[str, Environment] = {}

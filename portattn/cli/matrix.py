@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from portattn.cli import INTERRUPTED, matrix_compare, matrix_output
-from portattn.cli.matrix_output import PAGE, SHOWN, TARGETS, tell_cells, write_page
+from portattn.cli import INTERRUPTED, matrix_compare
+from portattn.cli.matrix_compare import PAGE, SHOWN, TARGETS, tell_cells, write_page
 from portattn.cli.output import emit_json, json_option, plural, tell_unknown
 from portattn.tools import param_types
 from portattn.tools.param_types import FILE, FLAG, PATH, options
@@ -36,7 +36,7 @@ def matrix() -> None:
     ("--targets", TARGETS,
      "Targets, as `rocm`, `gfx9*`, `cuda:sm_90` or a family (`rdna3`); repeat it, or use commas."),
 )  # fmt: skip
-@matrix_output.cell_options
+@matrix_compare.cell_options
 @options(
     ("--toolchain", {"multiple": True, "type": param_types.TOOLCHAIN, "metavar": "NAME==VERSION"},
      "Plan for this compiler, and compile with it where it is installed or in the lab; repeat it for several."),
@@ -48,7 +48,7 @@ def matrix() -> None:
     ("--resume", FLAG, "Go on with an interrupted run: what it finished is kept."),
     ("--baseline", PATH | {"metavar": "FILE"}, "A baseline, or an earlier run: what is lost since then is red."),
 )  # fmt: skip
-@matrix_output.verdict_options
+@matrix_compare.verdict_options
 @options(("--host", {"metavar": "NAME"}, "What this machine is called in the record and in merged runs."))
 @json_option
 def run(
@@ -79,11 +79,11 @@ def run(
     from portattn.tools.matrix.cells import snapshot
     from portattn.tools.matrix.run import Options, execute
 
-    matrix_output.one_set("matrix run", quick, full)
+    matrix_compare.one_set("matrix run", quick, full)
     which: SetName = "full" if full else "quick"
     # Whatever is wrong with these is said before a run of hours.
-    red = matrix_output.fail_on(fail_on, "matrix run", baseline is not None)
-    listed = matrix_output.expected_of(expected)
+    red = matrix_compare.red_kinds(fail_on, "matrix run", baseline is not None)
+    listed = matrix_compare.expected_of(expected)
     before = sides.baseline(baseline, which)
     if junit and (why := takes_no_file(junit)):
         raise ArgumentError("matrix run", "--junit", str(junit), f"cannot be written: {why}")
@@ -102,7 +102,7 @@ def run(
     here = tuple(devices())
     if run_ptx_compat and all(missing := [lacks("older", target, here) for target in where]):
         raise ArgumentError("matrix run", "--run-older", "on", missing[0])
-    command = matrix_output.command_line("matrix run")
+    command = matrix_compare.command_line("matrix run")
     left_out = tuple(name for name, off in {"emulated": not emulate, "older": run_ptx_compat is False}.items() if off)
     more: dict[str, Any] = {"seconds": seconds, "left_out": left_out, "host": host or ""}
     made = provenance.this_run(specs, which, command, here, pythons, **more)
@@ -142,14 +142,14 @@ def run(
     if before is not None and not interrupted:
         changes = asked_for.compared(before, snapshot(made, cells, str(out)))
     verdict = of_run(made, cells, fail_on=red, expected=listed, changes=changes, whole=False)
-    matrix_output.write_junit(junit, made, cells, verdict)
+    matrix_compare.write_junit(junit, made, cells, verdict)
     _tell(made, cells, verdict, out, as_json, interrupted)
 
 
 @matrix.command()
 @click.argument("folder", metavar="DIR", **PATH)
 @options(("--html", {"type": FILE["type"]}, "The page to write; DIR/index.html by default."))
-@matrix_output.fail_on_option("red, note, not_run")
+@matrix_compare.fail_on_option("red, note, not_run")
 @json_option
 def report(folder: Path, html: Path | None, fail_on: tuple[str, ...], as_json: bool) -> None:
     """Write the page for the results in DIR, also of an interrupted run.
@@ -171,8 +171,8 @@ def report(folder: Path, html: Path | None, fail_on: tuple[str, ...], as_json: b
     if red:
         verdict = of_run(made, cells, fail_on=red, whole=False)
         if not as_json:
-            matrix_output.show(verdict)
-        matrix_output.leave(verdict, cells)
+            matrix_compare.show(verdict)
+        matrix_compare.leave(verdict, cells)
 
 
 matrix_compare.add_to(matrix)
@@ -196,17 +196,17 @@ def _tell_no_lab(toolchains: list[str]) -> None:
 def _tell(made: Run, cells: list[Cell], verdict: Verdict, out: Path, as_json: bool, interrupted: bool) -> None:
     if as_json:
         summary = _summary(made, cells) | {"out": str(out), "page": str(out / PAGE), "interrupted": interrupted}
-        emit_json(summary | matrix_output.document(verdict))
+        emit_json(summary | matrix_compare.document(verdict))
     else:
-        matrix_output.show(verdict)
-        matrix_output.show_noted(cells, verdict)
+        matrix_compare.show(verdict)
+        matrix_compare.show_noted(cells, verdict)
         tell_cells(made, cells)
         click.echo(f"page: {out / PAGE}")
     if interrupted:
         finished = f"{len(cells)} of {len(made.cells)} cells"
         click.echo(f"interrupted after {finished}; the same command with --resume goes on", err=True)
         raise click.exceptions.Exit(INTERRUPTED)
-    matrix_output.leave(verdict, cells)
+    matrix_compare.leave(verdict, cells)
 
 
 def _summary(made: Run, cells: list[Cell]) -> dict[str, Any]:

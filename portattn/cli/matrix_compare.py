@@ -1,27 +1,197 @@
-"""`portattn matrix diff|merge|baseline|check|log|site`: runs of the matrix compared, joined, kept and shown."""
+"""`portattn matrix diff|merge|baseline|check|log|site`, and the options and output that they share with other commands.
+
+Runs of the matrix compared, joined, kept and shown; a run's page, its verdict, JUnit XML and exit status."""
 
 from __future__ import annotations
 
 import datetime
 import shlex
+import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 import msgspec
 
-from portattn.cli import INTERRUPTED, RED, matrix_output, require_some
-from portattn.cli.matrix_output import PAGE, tell_cells, tell_conflicts, write_run
+from portattn.cli import INTERRUPTED, RED, require_some
 from portattn.cli.output import emit_json, json_option, plural
 from portattn.errors import ArgumentError, DataError
-from portattn.files import replace_folder
+from portattn.files import replace_folder, write_named
+from portattn.tools import param_types
 from portattn.tools.param_types import FILE, FLAG, PATH, options
 
 if TYPE_CHECKING:
-    from portattn.tools.matrix.cells import Snapshot, SnapshotCell
-    from portattn.tools.matrix.results import MergedRun
+    from portattn.tools.compare.changes import Diff
+    from portattn.tools.compare.verdict import ExpectedFailure, Verdict
+    from portattn.tools.matrix.cells import Cell, Run, Snapshot, SnapshotCell
+    from portattn.tools.matrix.results import Conflict, MergedRun
     from portattn.tools.matrix.site import History
+
+PAGE = "index.html"
+F = TypeVar("F", bound=Callable[..., Any])
+MANY: dict[str, Any] = {"multiple": True, "metavar": "GLOB"}
+TARGETS = MANY | {"type": param_types.TARGETS}
+SHOWN: dict[str, Any] = {"show_default": True}
+
+
+def write_page(made: Run, cells: list[Cell], path: Path) -> None:
+    from portattn.tools.matrix.site import render
+
+    try:
+        write_named(path, render(made, cells).encode())
+    except OSError as error:
+        raise ArgumentError("matrix", "page", str(path), f"cannot be written: {error.strerror}") from None
+
+
+def write_run(folder: Path, op: str, made: Run, cells: list[Cell]) -> None:
+    from portattn.tools.matrix.results import Results
+
+    with Results(folder, op) as file:
+        if kept := file.replace(made, cells):
+            click.echo(f"the results that were there are now {kept}", err=True)
+        write_page(made, cells, folder / PAGE)
+
+
+def tell_conflicts(conflicts: Sequence[Conflict]) -> None:
+    for conflict in conflicts:
+        click.echo(f"{click.style('CONFLICT ', fg='red')}{conflict}")
+
+
+def counts(cells: Sequence[Cell]) -> str:
+    """Return `12 runs, 3 runs (sm_80 code on sm_90), 5 NOTE`: passing cells by level, the others by status."""
+    from portattn.tools.matrix.cells import word
+
+    found = Counter(word(cell) for cell in cells)
+    return ", ".join(f"{number} {said}" for said, number in found.most_common()) or "none"
+
+
+def tell_cells(made: Run, cells: Sequence[Cell], of: str = "", more: str = "") -> None:
+    from portattn.tools.matrix.cell_text import gaps
+
+    click.echo(f"{plural(len(cells), 'cell')}{of}: {counts(cells)}{more}")
+    for gap in gaps(made, cells):
+        where = f" ({', '.join(gap.targets)})" if gap.targets else ""
+        click.echo(f"{plural(gap.cells, 'cell')} {gap.why.word}{where}: {gap.why.short}")
+        click.echo(f"  first: {gap.why.needs}; then: {gap.command}" if gap.why.needs else f"  fill: {gap.command}")
+
+
+def command_line(name: str) -> str:
+    """Return the command of this process for the record, or `portattn NAME` in a process of another name."""
+    ours = Path(sys.argv[0]).name in ("portattn", "__main__.py")
+    return shlex.join(["portattn", *sys.argv[1:]]) if ours else f"portattn {name}"
+
+
+def fail_on_option(words: str, kind: click.ParamType = param_types.FAIL_ON) -> Callable[[F], F]:
+    text = f"Further changes that are red: {words}; repeat it, or use commas."
+    return options(("--fail-on", {"multiple": True, "type": kind, "metavar": "WORDS"}, text))
+
+
+# Options of making cells.
+cell_options = options(
+    ("--problems --ops problems", MANY, "Ops, or names of problems; repeat it, or use commas."),
+    ("--jobs", SHOWN | {"type": click.IntRange(1, 64), "default": 2}, "Cells made at a time."),
+    ("--seconds", SHOWN | {"type": param_types.SECONDS, "default": 120.0},
+     "Limit of each compile and each numerical check."),
+    ("--emulate/--no-emulate", {"default": True}, "Run AMD's machine code in a model of the chip."),
+)  # fmt: skip
+today_option = options(
+    ("--today", {"type": click.DateTime(["%Y-%m-%d"])}, "The day that expiry dates are compared with.")
+)
+_verdict_files = options(
+    ("--expected", FILE, "The expected failures (docs/ci.md)."), ("--junit", FILE, "Write the verdict as JUnit XML.")
+)
+
+
+def verdict_options(function: F) -> F:
+    changes = "note, not_run; and, of changes since the baseline, new, facts, quirks, won"
+    return fail_on_option(changes)(_verdict_files(function))
+
+
+def one_set(op: str, quick: bool, full: bool) -> None:
+    if quick and full:
+        raise ArgumentError(op, "--full", "on", "goes without --quick")
+
+
+def red_kinds(texts: Sequence[str], op: str, compared: bool) -> frozenset[str]:
+    """Return the words of --fail-on. Raises ArgumentError, also on a kind of change without a comparison."""
+    from portattn.tools.compare.verdict import FAIL_ON, STATUSES, words
+
+    found = words(texts, op, FAIL_ON)
+    changes = sorted(found - STATUSES.keys())
+    if changes and not compared:
+        raise ArgumentError(op, "--fail-on", changes[0], "is a change, and needs --baseline to compare with")
+    return found
+
+
+def expected_of(path: Path | None) -> tuple[ExpectedFailure, ...]:
+    from portattn.tools.compare import verdict
+
+    return verdict.read(path) if path else ()
+
+
+def write_junit(path: Path | None, run: Run, cells: Sequence[Cell], verdict: Verdict) -> None:
+    from portattn.tools.compare.verdict import as_junit
+    from portattn.tools.matrix.results import write_data
+
+    if path:
+        write_data(path, as_junit(run, cells, verdict))
+
+
+def show(verdict: Verdict) -> None:
+    for finding in verdict.findings:
+        click.echo(click.style(f"{finding.kind.upper():<15} ", fg="red") + str(finding))
+        for cause in finding.causes:
+            click.echo(f"{'':16}cause: {cause}")
+    if verdict.expected:
+        click.echo(f"{plural(len(verdict.expected), 'cell')} failed as expected")
+    for note in verdict.notes:
+        click.echo(note, err=True)
+    if verdict.findings:
+        kinds = Counter(finding.kind for finding in verdict.findings)
+        click.echo(f"red: {', '.join(f'{count} {kind}' for kind, count in kinds.items())}")
+
+
+def show_noted(cells: Sequence[Cell], verdict: Verdict) -> None:
+    told = {finding.cell for finding in verdict.findings if finding.kind == "note"}
+    for cell in cells:
+        if cell.status == "NOTE" and cell.id not in told and cell.id not in verdict.expected:
+            click.echo(click.style(f"{'NOTE':<15} ", fg="yellow") + f"{'  '.join(cell.place)}: {cell.reason}")
+
+
+def document(verdict: Verdict) -> dict[str, Any]:
+    return {"findings": verdict.findings, "expected": verdict.expected, "notes": verdict.notes}
+
+
+def leave(verdict: Verdict, cells: Sequence[Cell], compared: int = 0) -> None:
+    if verdict.findings:
+        raise click.exceptions.Exit(RED)
+    ran = sum(cell.status != "NOT_RUN" for cell in cells)
+    require_some(ran + compared, "run", [cell.reason for cell in cells] or ["the run has no cells"])
+
+
+def show_diff(diff: Diff, red: frozenset[str]) -> None:
+    for change in sorted(diff.changes, key=lambda change: (not red & set(change.kinds), not change.lost)):
+        lost = bool(red & set(change.kinds))
+        word, colour = ("LOST", "red") if lost else ("won", "green") if "won" in change.kinds else ("changed", None)
+        word = "new" if change.kinds == ("new",) and not lost else word
+        click.echo(click.style(f"{word:<8} ", fg=colour) + str(change))
+        lines = [f"{kind}: {text}" for kind, text in change.told.items()]
+        lines += [f"reason: {change.reason}"] if change.reason and lost else []
+        for line in [*lines, *(f"cause: {cause}" for cause in change.causes if lost)]:
+            click.echo(f"{'':9}{line}")
+    counts = Counter(kind for change in diff.changes for kind in change.kinds)
+    said = ", ".join(f"{count} {kind}" for kind, count in counts.most_common()) or "nothing changed"
+    apart = f"; {plural(diff.apart, 'cell')} not asked for" if diff.apart else ""
+    click.echo(f"{plural(diff.compared, 'cell')} compared: {said}{apart}")
+    first = Counter(str(change.causes[0]) for change in diff.changes if red & set(change.kinds) and change.causes)
+    for text, count in first.most_common():
+        click.echo(f"  {plural(count, 'cell')} lost: {text}")
+
+
+def as_date(day: datetime.datetime | None) -> datetime.date | None:
+    return day.date() if day else None
 
 
 def add_to(group: click.Group) -> None:
@@ -33,7 +203,7 @@ def add_to(group: click.Group) -> None:
 @click.argument("old", metavar="OLD", **PATH)
 @click.argument("new", metavar="NEW", **PATH)
 @options(("--partial", FLAG, "NEW is of some targets and problems: what it lacks is not gone."))
-@matrix_output.fail_on_option("new, facts, quirks, won")
+@fail_on_option("new, facts, quirks, won")
 @json_option
 def diff(old: Path, new: Path, partial: bool, fail_on: tuple[str, ...], as_json: bool) -> None:
     """Compare two runs: what was lost and won, cell by cell, and why.
@@ -60,7 +230,7 @@ def diff(old: Path, new: Path, partial: bool, fail_on: tuple[str, ...], as_json:
         said = {name: getattr(found, name) for name in ("old", "new", "compared", "apart")}
         emit_json(said | {"lost": len(lost), "red": sorted(red), "changes": found.changes})
     else:
-        matrix_output.show_diff(found, red)
+        show_diff(found, red)
     if lost:
         raise click.exceptions.Exit(RED)
     require_some(found.compared, "compared", ["the runs share no cell"])
@@ -121,13 +291,13 @@ def baseline(run: Path, file: Path, as_json: bool) -> None:
     `matrix run --baseline FILE` and `matrix check` compare with it.
 
     Exit status 2: RUN cannot be read or was interrupted, or FILE cannot be written."""
-    from portattn.tools.matrix import baseline as baselines
     from portattn.tools.matrix import results
 
-    if file.suffix != baselines.SUFFIX:
-        raise ArgumentError("matrix baseline", "FILE", str(file), f"must end with {baselines.SUFFIX}: it is TOML")
+    if file.suffix != results.BASELINE_SUFFIX:
+        limit = f"must end with {results.BASELINE_SUFFIX}: it is TOML"
+        raise ArgumentError("matrix baseline", "FILE", str(file), limit)
     made = results.whole(run, "matrix baseline", "RUN")
-    results.write_data(file, baselines.write(made).encode())
+    results.write_data(file, results.write_baseline(made).encode())
     red = sum(entry.red for entry in made.entries)
     dirty = sorted({identity.commit[:10] for identity in made.identities.values() if identity.dirty})
     if as_json:
@@ -144,8 +314,8 @@ def baseline(run: Path, file: Path, as_json: bool) -> None:
     ("--baseline against", PATH | {"metavar": "FILE"}, "The baseline, or a run, to compare with."),
     ("--partial", FLAG, "RUN is of some targets and problems: what it lacks is not gone."),
 )
-@matrix_output.today_option
-@matrix_output.verdict_options
+@today_option
+@verdict_options
 @json_option
 def check(
     run: Path, against: Path | None, partial: bool, today: datetime.datetime | None, fail_on: tuple[str, ...],
@@ -162,24 +332,24 @@ def check(
     from portattn.tools.matrix.cells import snapshot
 
     op = "matrix check"
-    red = matrix_output.fail_on(fail_on, op, against is not None)
-    listed = matrix_output.expected_of(expected)
+    red = red_kinds(fail_on, op, against is not None)
+    listed = expected_of(expected)
     before = results.whole(against, op, "--baseline") if against else None
     made, cells = results.read_cells(run)
     changes = None
     if before is not None:
         after = snapshot(made, cells, str(run))
         changes = compare(before, after, _counts(op, "--baseline", before, after, partial))
-    day = matrix_output.today(today)
+    day = as_date(today)
     verdict = of_run(made, cells, fail_on=red, expected=listed, changes=changes, today=day)
-    matrix_output.write_junit(junit, made, cells, verdict)
+    write_junit(junit, made, cells, verdict)
     if as_json:
-        emit_json({"cells": len(cells), "planned": len(made.cells)} | matrix_output.document(verdict))
+        emit_json({"cells": len(cells), "planned": len(made.cells)} | document(verdict))
     else:
-        matrix_output.show(verdict)
+        show(verdict)
         compared = f"; {plural(changes.compared, 'cell')} compared with {changes.old}" if changes else ""
         tell_cells(made, cells, more=compared)
-    matrix_output.leave(verdict, cells, changes.compared if changes else 0)
+    leave(verdict, cells, changes.compared if changes else 0)
 
 
 @click.command()

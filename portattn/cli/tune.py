@@ -269,7 +269,7 @@ def tune(
                     written.append(one.name)
                 log.show(records)
 
-            clock = DeviceSampleClock() if device is not None else None
+            clock = DeviceSampleClock(device.type) if device is not None else None
             tuner = Tuner(where, found, options, note, history, device, clock, progress.begin)
             try:
                 tuner.run(chosen, done)
@@ -348,11 +348,15 @@ def _tuning(base: str | None, path: Path, backend: str) -> Tuning | None:
 
 def _device(where: Target) -> Any:
     """Return this machine's device, if it is the target and the compiler is the installed one; else None."""
-    import torch
-
+    from portattn.launch.torch_compat import timed_device
     from portattn.planning.registry import Registry, devices
-    from portattn.schema.toolchain import installed_toolchain
+    from portattn.schema.toolchain import installed_for
 
-    here = any(one.name == where.name for one in devices()) and str(where.toolchain) == str(installed_toolchain())
-    kind = Registry.load().backends[where.backend].device_type
-    return torch.device(kind, getattr(torch, kind).current_device()) if here and kind == "cuda" else None
+    backend, device = Registry.load().backends[where.backend], timed_device()
+    if (
+        device is None
+        or device.type != backend.device_type
+        or str(where.toolchain) != str(installed_for(backend.compilers))
+    ):
+        return None
+    return device if any(one.name == where.name for one in devices()) else None

@@ -39,7 +39,7 @@ def attend_listed(
     PER_BLOCK: tl.constexpr = LISTED_K // C.BLOCK_N
     first_block, last_block = steps.first // PER_BLOCK, (steps.last + PER_BLOCK - 1) // PER_BLOCK
     begin = first_block  # of the marked blocks that end here
-    marked = tl.load(listed + first_block, mask=first_block < last_block).to(tl.int32) != 0
+    marked = tl.load(listed + first_block, mask=first_block < last_block, other=0).to(tl.int32) != 0
     for block in range(first_block, last_block):
         following = tl.load(listed + tl.minimum(block + 1, last_block - 1)).to(tl.int32) != 0
         following = following & (block + 1 < last_block)

@@ -205,14 +205,17 @@ def ranks(marked, counts):
 
 
 @triton.jit
-def load_numbers(source, keys, seq_k, stride):
-    # The mask follows from seq_k alone, a size that the compiler knows the divisors of: reads stay wide.
+def load_numbers(source, keys, seq_k, stride, READS: tl.constexpr):
+    if READS == "inside":
+        return tl.load(source + tl.minimum(keys, seq_k - 1).to(tl.int64) * stride)
+    # The mask follows from seq_k alone, a size that the compiler knows the divisors of: reads stay wide. Callers drop
+    # numbers from seq_k on, whatever these are.
     return tl.load(source + keys.to(tl.int64) * stride, mask=keys < seq_k)
 
 
 @triton.jit
 def take_from_row(source, to, pivot, wanted, room, first, end, seq_k, stride, BLOCK_N: tl.constexpr,
-                  EQUALS: tl.constexpr):  # fmt: skip
+                  READS: tl.constexpr, EQUALS: tl.constexpr):  # fmt: skip
     """Store the keys of a row's numbers above a pivot, and of the first `wanted` equal to it, in order, up to `room`.
 
     The pivot is a `sortable` number. Without EQUALS only numbers above it are taken. Return how many were taken, and
@@ -220,14 +223,14 @@ def take_from_row(source, to, pivot, wanted, room, first, end, seq_k, stride, BL
     least = (pivot ^ ((pivot >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
     taken, equals = no_counts(BLOCK_N), no_counts(BLOCK_N)
     begin = first // BLOCK_N * BLOCK_N
-    following = load_numbers(source, begin + tile_places(BLOCK_N), seq_k, stride)
+    following = load_numbers(source, begin + tile_places(BLOCK_N), seq_k, stride, READS)
     for start in range(begin, end, BLOCK_N):
         keys = start + tile_places(BLOCK_N)
         if EQUALS:
-            numbers = load_numbers(source, keys, seq_k, stride).to(tl.float32)
+            numbers = load_numbers(source, keys, seq_k, stride, READS).to(tl.float32)
         else:  # the next tile is on its way
             numbers = following.to(tl.float32)
-            following = load_numbers(source, keys + BLOCK_N, seq_k, stride)
+            following = load_numbers(source, keys + BLOCK_N, seq_k, stride, READS)
         seen = (keys >= first) & (keys < end)
         chosen = seen & (numbers > least)
         if EQUALS:
@@ -240,22 +243,22 @@ def take_from_row(source, to, pivot, wanted, room, first, end, seq_k, stride, BL
 
 
 @triton.jit
-def load_sortable(source, keys, first, end, seq_k, stride):
+def load_sortable(source, keys, first, end, seq_k, stride, READS: tl.constexpr):
     """Load a row's numbers as sortable integers; numbers out of the range and NaN are -inf."""
-    numbers = load_numbers(source, keys, seq_k, stride).to(tl.float32)
+    numbers = load_numbers(source, keys, seq_k, stride, READS).to(tl.float32)
     counted = (numbers > float("-inf")) & (keys >= first) & (keys < end)
     return sortable(tl.where(counted, numbers, float("-inf")))
 
 
 @triton.jit
-def sampled_pivot(source, first, end, seq_k, stride, wanted, BLOCK_N: tl.constexpr):
+def sampled_pivot(source, first, end, seq_k, stride, wanted, BLOCK_N: tl.constexpr, READS: tl.constexpr):
     """Return a number that about `wanted` numbers of a row reach, by a sample of the row."""
     size: tl.constexpr = BLOCK_N if BLOCK_N < SAMPLE else SAMPLE
     length = end - first
     groups = first + (tl.arange(0, size // 4).to(tl.int64) * length // (size // 4)).to(tl.int32)
     keys = (groups // 4 * 4)[:, None] + tl.arange(0, 4)[None, :]  # four are one read of 16 bytes
     rank = tl.minimum(tl.maximum(wanted * size // length, 1), size)
-    numbers = load_sortable(source, keys, first, end, seq_k, stride)
+    numbers = load_sortable(source, keys, first, end, seq_k, stride, READS)
     return threshold(numbers, rank - rank // 16, rank // 8, LOWEST, size)
 
 
@@ -264,7 +267,7 @@ def topk_rows(
     q, row_starts, row_ends, result, candidates,
     q_stride_b, q_stride_s, q_stride_d, result_stride_b, result_stride_s,
     seq_q, seq_k, tokens, rows,
-    BLOCK_N: tl.constexpr, LONG: tl.constexpr, GRID: tl.constexpr,
+    BLOCK_N: tl.constexpr, LONG: tl.constexpr, READS: tl.constexpr, GRID: tl.constexpr,
 ):  # fmt: skip
     """Write result (B, Sq, tokens), int32: the places of each row's largest numbers in their order, then -1.
 
@@ -299,14 +302,14 @@ def topk_rows(
                 searching, attempt = 1, 0
                 while searching == 1:
                     if (end - first > tokens) & (attempt < SAMPLED):  # a row of fewer numbers needs no pivot
-                        sampled = sampled_pivot(source, first, end, seq_k, q_stride_d, aim, BLOCK_N)
+                        sampled = sampled_pivot(source, first, end, seq_k, q_stride_d, aim, BLOCK_N, READS)
                         pivot = tl.where(attempt == 0, sampled, tl.minimum(tl.maximum(sampled, pivot), high))
                     held, _ = take_from_row(source, memory, pivot, 0, BLOCK_N, first, end, seq_k, q_stride_d, BLOCK_N,
-                                            False)  # fmt: skip
+                                            READS, False)  # fmt: skip
                     if held <= tokens:
                         wanted = tl.where(pivot > LOWEST, tokens - held, 0)
                         taken, equals = take_from_row(source, to, pivot, wanted, tokens, first, end, seq_k, q_stride_d,
-                                                      BLOCK_N, True)  # fmt: skip
+                                                      BLOCK_N, READS, True)  # fmt: skip
                         written = ((pivot == LOWEST) | (equals >= wanted)).to(tl.int32)
                         searching = 1 - written
                         high = pivot - 1
@@ -319,16 +322,18 @@ def topk_rows(
                     middle = (low | high) - ((low ^ high) >> 1)
                     attempt += 1
                     pivot = tl.where(searching == 1, tl.where(attempt < SAMPLED, low + 1, middle), pivot)
-            tl.debug_barrier()  # before reading what other threads have stored
+            if READS == "masked":  # compilers that read whole tiles have programs of one thread, and no barrier
+                tl.debug_barrier()  # before reading what other threads have stored
             stored = tl.load(memory + places, mask=long & (places < held), other=seq_k)
             keys = tl.where(long, stored, keys)
         if written == 0:
-            numbers = load_sortable(source, keys, first, end, seq_k, q_stride_d)
+            numbers = load_sortable(source, keys, first, end, seq_k, q_stride_d, READS)
             counted = count_of(numbers > low)
             if counted > tokens:
                 low = threshold(numbers, tokens, 0, low, counted)
             chosen = (numbers >= low) & (numbers > LOWEST)
-            taken = count_of(chosen)
+            nth, counts = ranks(chosen, no_counts(BLOCK_N))
+            taken = tl.sum(counts, axis=0)
             if taken > tokens:
                 above = numbers > low
                 nth, _ = ranks(chosen & (numbers == low), no_counts(BLOCK_N))
@@ -337,7 +342,6 @@ def topk_rows(
                 tl.store(to - 1 + nth, keys, mask=first_equals)
                 taken = tokens
             else:
-                nth, _ = ranks(chosen, no_counts(BLOCK_N))
                 tl.store(to - 1 + nth, keys, mask=chosen)
         for start in range(0, tokens - taken, BLOCK_N):
             empty = start + tl.arange(0, BLOCK_N)

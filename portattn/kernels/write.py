@@ -385,6 +385,7 @@ def write_cache(
             there = valid & (at >= 0)
             at += place
             there = there & (at < seq_k)
+            at = tl.where(there, at, 0)
             block = sequence
             angle = at
         else:

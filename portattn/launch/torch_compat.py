@@ -30,7 +30,7 @@ def runtime(device_type: str) -> Runtime:
     empty = functools.partial(torch.empty_strided, device=device_type)
     plain = Runtime(
         current=lambda: module.current_device(),
-        stream=lambda index: getattr(module.current_stream(index), f"{device_type}_stream"),
+        stream=lambda index: _handle(module.current_stream(index), device_type),
         empty=lambda shape, strides, dtype: empty(shape, strides, dtype=dtype),
     )
     if device_type != "cuda" or not hasattr(torch._C, "_cuda_getCurrentRawStream"):
@@ -44,6 +44,12 @@ def runtime(device_type: str) -> Runtime:
         current=torch._C._cuda_getDevice, stream=torch._C._cuda_getCurrentRawStream, empty=_shortest(plain.empty),
         take=take if known else None, give=give if known else None,
     )  # fmt: skip
+
+
+def _handle(stream: Any, device_type: str) -> int:
+    """Return the driver's handle of a stream: some makers' streams name it, newer torch has it of any device's."""
+    named = getattr(stream, f"{device_type}_stream", None)
+    return int(stream.native_handle if named is None else named)
 
 
 def _shortest(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -69,14 +75,24 @@ def synchronize(device: torch.device) -> None:
 
 
 def current_accelerator() -> torch.device:
-    """Return torch's current device of a backend's type, or the CPU if it sees none."""
-    from portattn.planning.registry import Registry
+    """Return torch's current device of a backend's type, or the CPU if no backend sees one."""
+    from portattn.planning.registry import Registry, this_target
 
-    for kind in dict.fromkeys(b.device_type for b in Registry.load().backends.values() if b.device_type != "cpu"):
-        module = getattr(torch, kind, None)
-        if module is not None and module.is_available():
-            return torch.device(kind, module.current_device())
-    return torch.device("cpu")
+    kind = Registry.load().backends[this_target().backend].device_type
+    return torch.device("cpu") if kind == "cpu" else torch.device(kind, getattr(torch, kind).current_device())
+
+
+def timed_device() -> torch.device | None:
+    """Return the current device if its events keep time; None without an accelerator."""
+    if torch.cuda.is_available():  # whether a backend knows the chip or not
+        return torch.device("cuda", torch.cuda.current_device())
+    device = current_accelerator()
+    return device if device.type != "cpu" and hasattr(getattr(torch, device.type), "Event") else None
+
+
+def chip_name(device: torch.device) -> str:
+    """Return the name by which a device's module knows it, or its type."""
+    return str(getattr(getattr(torch, device.type), "get_device_name", lambda: device.type)())
 
 
 # Torch's guards (as in torch.compile) compare tensors in all but data and sizes, 0.1 µs each, 0.7 µs in Python. The

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
-from portattn.errors import PortattnError
+from portattn.errors import PortattnError, warn_caller
 from portattn.schema.ops import COMMON
 
 if TYPE_CHECKING:
@@ -87,6 +87,9 @@ def splits_check(path: str, p: Problem) -> Check:
 
 ENTRY_POINT_GROUP = "portattn.backends"
 INTERFACES = (1, 2)  # of this module, that packages may be written for; 2 has compilers and compile adapters
+
+
+_warned_of: set[str] = set()  # devices without an arch of their own
 
 
 class VendorPath:
@@ -251,13 +254,27 @@ class Backend:
         raise NotImplementedError
 
     def arch_of(self, device: str) -> str | None:
-        """Return the arch whose `devices` name a device, or None. For `detect`."""
+        """Return the arch whose `devices` name a device, or that stands for it (`relatives`) with a warning, or None.
+
+        For `detect`."""
         from portattn.planning.data_files import load_arches
 
-        return next((name for name, arch in load_arches(self.folder).items() if arch.is_device(device)), None)
+        arches = load_arches(self.folder)
+        own = next((name for name, arch in arches.items() if arch.is_device(device)), None)
+        if own is not None:
+            return own
+        relative = next((name for name, arch in arches.items() if arch.is_relative(device)), None)
+        if relative is not None and device not in _warned_of:
+            _warned_of.add(device)
+            warn_caller(f"{device} is no chip that portattn knows: it is planned as {relative}, a chip of its family")
+        return relative
 
     def describe(self, index: int | None = None) -> str:
-        """Return device `index` in words, or an empty string. Asked if `detect` gives None; never raises."""
+        """Return device `index` in words, or an empty string. Never raises."""
+        return ""
+
+    def trouble(self, index: int | None = None) -> str:
+        """Return the error that keeps device `index`, or all, from being detected, or an empty string. Never raises."""
         return ""
 
     def components(self, arch: Arch, toolchain: Toolchain) -> dict[str, str]:
@@ -273,6 +290,10 @@ class Backend:
         if arch.compiler_target is None:
             raise NotImplementedError(f"{self.name}:{arch.name} has no compiler_target: Triton has no name for it here")
         return arch.compiler_target
+
+    def lacks_option(self, name: str, toolchain: Toolchain) -> str:
+        """Return why a launch goes without one of `options` under a compiler's release; empty if it has it. Pure."""
+        return ""
 
     def tunables(self, arch: str) -> Sequence[Any]:
         """Return the tunables of its variants that run on an arch, for `portattn tune` (tools/tune/tunable.py)."""

@@ -247,6 +247,7 @@ class _Quirked:
 
         Hard limits come before each round, so that quirks see the lowering that would run, and after the last one, so
         that no quirk undoes them. Cautions change nothing, and are judged by the result."""
+        self._backend = registry.backends[self.target.backend]
         forced_on, forced_off = registry.overrides(settings.quirks)
         found = concerning(registry.quirks.values(), self.kernel.name, self.target)
         concerned = [q for q in found if q.id not in forced_off and self._touches(q)]
@@ -270,11 +271,21 @@ class _Quirked:
         self.fitted = self.kernel.fit(
             self.problem, self.lowering, self.launch, arch, self.occupancy, pinned, self.split_threshold
         )
+        if self.fitted.options:
+            self._leave_out_options()
         tiles = self.programs = self.kernel.tiles(self.problem, self.fitted)
         if tiles > arch.max_programs:
             self._limit("grid", "persistent", f"{tiles} tiles, {arch.name} launches up to {arch.max_programs} programs")
         for choice, value, why in self.kernel.limits(self.problem, self.lowering, self.fitted):
             self._limit(choice, value, why)
+
+    def _leave_out_options(self) -> None:
+        """Leave out compiler options that the target's release lacks: Triton raises on one, or passes over it."""
+        for name, value in self.fitted.options:
+            if why := self._backend.lacks_option(name, self.target.toolchain):
+                kept = tuple(pair for pair in self.fitted.options if pair[0] != name)
+                self.fitted = msgspec.structs.replace(self.fitted, options=kept)
+                self.limits[name] = f"{name} = {value!r} is left out: {why}"
 
     def _limit(self, choice: str, value: str, why: str) -> None:
         """Set a choice that the chip or the data dictates, and note it if a quirk set another value."""

@@ -227,6 +227,8 @@ def detect_target(device_type: str, index: int | None) -> tuple[Target, str]:
         owner = candidates[0]  # a tensor's device: it is there
     if owner is not None:
         seen = _asked(owner, "describe", index) or f"device {device_type}:{index or 0}"
+        if trouble := _asked(owner, "trouble", index):
+            seen += f" ({trouble})"
         toolchain = installed_for(owner.compilers).with_components(_asked(owner, "machine_components") or {})
         return _unknown_arch(owner, "unknown", f"{seen}, which is none of its arches", toolchain), ""
     target = registry.target("cpu:generic")

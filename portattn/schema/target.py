@@ -50,6 +50,8 @@ class Arch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                    that a target can be given as
     families       families that it belongs to, the narrowest first; a quirk's `when.arch` and a target can name one
     devices        names of its devices, as glob patterns, in the words of the backend's `detect`; empty: its own name
+    relatives      names of further devices of its family, as glob patterns: those that no arch's `devices` has are
+                   planned as this arch, with a warning
     compiler_target  its GPUTarget in Triton: (Triton's backend, arch, lanes of a warp)
     traits         its properties for the choice of tiles and loads; see TRAITS
     core_threads, core_registers, register_unit, reserved_memory
@@ -79,6 +81,7 @@ class Arch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     names: tuple[str, ...] = ()
     families: tuple[str, ...] = ()
     devices: tuple[str, ...] = ()
+    relatives: tuple[str, ...] = ()
     compiler_target: tuple[str, str | int, int] | None = None
     traits: tuple[Trait, ...] = ()
     cores: int
@@ -105,6 +108,10 @@ class Arch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def is_device(self, name: str) -> bool:
         """Return whether a device's name, in the words of the backend's `detect`, is of this arch."""
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.devices or (self.name,))
+
+    def is_relative(self, name: str) -> bool:
+        """Return whether a device without an arch is planned as this arch."""
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.relatives)
 
     def matches(self, pattern: str) -> bool:
         """Return whether a glob matches this arch's name or a family's."""

@@ -22,11 +22,10 @@ from portattn.schema.problem import Problem
 from portattn.schema.problem_limits import OPS
 from portattn.schema.quirk import LEVELS, Level
 from portattn.schema.target import Target
-from portattn.testing import canary
+from portattn.testing import canary, findings
 from portattn.testing.executor import COMPARE, Interpreter, executors, lacks, request_of
 from portattn.testing.findings import Numerics, numerics
 from portattn.tools import lab
-from portattn.tools.matrix import variants
 from portattn.tools.matrix.run import core_of
 from portattn.worker.client import Worker
 
@@ -136,14 +135,14 @@ def _variants(
 def _compiled(variant: Variant, made: Plan, target: Target, compiler: Callable[[], Worker], seconds: float) -> Numerics:
     where, problem = str(target), made.problem
     try:
-        kernels, failed, function = variants.compile_variant(variant, made, target, compiler(), seconds)
-    except (lab.LabError, ArgumentError, variants.LaunchDescriptionError) as error:
+        kernels, failed, function = findings.compile_variant(variant, made, target, compiler(), seconds)
+    except (lab.LabError, ArgumentError, findings.LaunchDescriptionError) as error:
         return Numerics(outcome="not_run", where=where, problem=problem, reason=str(error))
     if failed is not None:
         reason = f"{function}: {failed.kind} at {failed.stage}: {first_line(failed.message)}"
         assert failed.outcome != "ok"
         return Numerics(outcome=failed.outcome, where=where, problem=problem, reason=reason)
-    broken = variants.broken(variants.check(variant, problem, target, kernels))
+    broken = findings.broken_gates(findings.check_variant(variant, problem, target, kernels))
     return Numerics(outcome="fail" if broken else "pass", where=where, problem=problem, reason="; ".join(broken))
 
 

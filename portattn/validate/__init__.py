@@ -8,12 +8,9 @@ from portattn.schema.call import Call
 from portattn.schema.ops import ROWS
 from portattn.validate.checks import wants_gradients
 from portattn.validate.dense import attention_call
-from portattn.validate.latent import mla_call
-from portattn.validate.paged import paged_call
 from portattn.validate.sparse import sparse_call
-from portattn.validate.varlen import varlen_call
 
-__all__ = ["attention_call", "mla_call", "paged_call", "sparse_call", "varlen_call", "wants_gradients"]
+__all__ = ["attention_call", "sparse_call", "wants_gradients"]
 
 
 def build_call(op: str, settings: Settings, tensors: Mapping[str, Any], values: Mapping[str, Any]) -> Call:

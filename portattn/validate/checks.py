@@ -6,7 +6,7 @@ import math
 import numbers
 import operator
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -360,3 +360,42 @@ def refuse_gradients_of_writes(op: str, *tensors: torch.Tensor | None) -> None:
 def shape_or_value(value: Any) -> Any:
     """Return a tensor's shape, or any other value unchanged, for an error."""
     return tuple(value.shape) if isinstance(value, torch.Tensor) else value
+
+
+def check_apart(op: str, names: Sequence[str], memory: Sequence[torch.Tensor]) -> None:
+    """Raise ArgumentError if two tensors share a byte, and the second one is written."""
+    # Views of one buffer that share no element are legal, such as the halves of (…, 2·D) or of (2, …).
+    first, second = memory
+    # Subclasses may have no address: a trace over sizes has none.
+    plain = (torch.Tensor, torch.nn.Parameter)
+    if any(type(each) not in plain or has_no_data(each) or not each.numel() for each in memory):
+        return
+    distance = second.data_ptr() - first.data_ptr()
+    if first.device == second.device and _meet(distance, _axes(first, second), _axes(second, first)):
+        limit = f"must share no element with {names[0]}, whose numbers it would overwrite"
+        raise ArgumentError(op, f"{names[1]}.data_ptr()", second.data_ptr(), limit)
+
+
+def _axes(tensor: torch.Tensor, other: torch.Tensor) -> list[tuple[int, int]]:
+    """Return (stride in bytes, size) pairs, the largest stride first, an element's bytes last; an axis of one element
+    takes the stride of the other tensor, if that has as many axes."""
+    like = other if other.ndim == tensor.ndim else tensor
+    found = zip(tensor.stride(), tensor.shape, like.stride(), like.shape, strict=True)
+    size_of, other_size_of = tensor.element_size(), like.element_size()
+    axes = [(far * other_size_of if n == 1 else own * size_of, n) for own, n, far, many in found if n * many > 1]
+    return [*sorted(axes, reverse=True), (1, size_of)]
+
+
+def _meet(distance: int, first: Sequence[tuple[int, int]], second: Sequence[tuple[int, int]]) -> bool:
+    """Return whether two tensors share an element; the second begins `distance` bytes after the first."""
+    # Axes that differ in stride, or are longer than the stride of the axis around them, are compared by their ends.
+    tangled = not first or not second or first[0][0] <= max(_reach(first[1:]), _reach(second[1:]))
+    if tangled or first[0][0] != second[0][0]:
+        return -_reach(second) <= distance <= _reach(first)
+    (stride, size), (_, other_size) = first[0], second[0]
+    steps = {distance // stride, -(-distance // stride)}
+    return any(-other_size < step < size and _meet(distance - step * stride, first[1:], second[1:]) for step in steps)
+
+
+def _reach(axes: Sequence[tuple[int, int]]) -> int:
+    return sum(stride * (size - 1) for stride, size in axes)

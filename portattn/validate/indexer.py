@@ -16,6 +16,7 @@ from portattn.schema.symbolic_int import is_size
 from portattn.validate import values
 from portattn.validate.checks import (
     DTYPES,
+    check_apart,
     check_done,
     check_equal,
     check_flag,
@@ -31,7 +32,6 @@ from portattn.validate.checks import (
 )
 from portattn.validate.paged import check_table
 from portattn.validate.quantized import as_stored, check_scale, dtypes_of, format_of
-from portattn.validate.write import check_apart
 
 LOGITS: Op = "indexer_logits"
 TOPK: Op = "topk_indices"

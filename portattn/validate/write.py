@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, get_args
 
 import torch
@@ -15,6 +15,7 @@ from portattn.schema.problem_limits import MAX_LENGTH, Rotary
 from portattn.validate import values
 from portattn.validate.checks import (
     DTYPES,
+    check_apart,
     check_done,
     check_equal,
     check_int32,
@@ -22,7 +23,6 @@ from portattn.validate.checks import (
     check_place,
     check_tensor,
     check_width,
-    has_no_data,
     is_large,
     refuse_gradients_of_writes,
     rows_aligned,
@@ -151,45 +151,6 @@ def _check_integers(op: str, name: str, tensor: Any, count: int, device: torch.d
     if tuple(tensor.shape) != (count,):
         raise ArgumentError(op, f"{name}.shape", tuple(tensor.shape), f"must be (tokens,), ({count},)")
     check_place(op, name, tensor, device, contiguous=True)
-
-
-def check_apart(op: str, names: Sequence[str], memory: Sequence[torch.Tensor]) -> None:
-    """Raise ArgumentError if two tensors share a byte, and the second one is written."""
-    # Views of one buffer that share no element are legal, such as the halves of (…, 2·D) or of (2, …).
-    first, second = memory
-    # Subclasses may have no address: a trace over sizes has none.
-    plain = (torch.Tensor, torch.nn.Parameter)
-    if any(type(each) not in plain or has_no_data(each) or not each.numel() for each in memory):
-        return
-    distance = second.data_ptr() - first.data_ptr()
-    if first.device == second.device and _meet(distance, _axes(first, second), _axes(second, first)):
-        limit = f"must share no element with {names[0]}, whose numbers it would overwrite"
-        raise ArgumentError(op, f"{names[1]}.data_ptr()", second.data_ptr(), limit)
-
-
-def _axes(tensor: torch.Tensor, other: torch.Tensor) -> list[tuple[int, int]]:
-    """Return (stride in bytes, size) pairs, the largest stride first, an element's bytes last; an axis of one element
-    takes the stride of the other tensor, if that has as many axes."""
-    like = other if other.ndim == tensor.ndim else tensor
-    found = zip(tensor.stride(), tensor.shape, like.stride(), like.shape, strict=True)
-    size_of, other_size_of = tensor.element_size(), like.element_size()
-    axes = [(far * other_size_of if n == 1 else own * size_of, n) for own, n, far, many in found if n * many > 1]
-    return [*sorted(axes, reverse=True), (1, size_of)]
-
-
-def _meet(distance: int, first: Sequence[tuple[int, int]], second: Sequence[tuple[int, int]]) -> bool:
-    """Return whether two tensors share an element; the second begins `distance` bytes after the first."""
-    # Axes that differ in stride, or are longer than the stride of the axis around them, are compared by their ends.
-    tangled = not first or not second or first[0][0] <= max(_reach(first[1:]), _reach(second[1:]))
-    if tangled or first[0][0] != second[0][0]:
-        return -_reach(second) <= distance <= _reach(first)
-    (stride, size), (_, other_size) = first[0], second[0]
-    steps = {distance // stride, -(-distance // stride)}
-    return any(-other_size < step < size and _meet(distance - step * stride, first[1:], second[1:]) for step in steps)
-
-
-def _reach(axes: Sequence[tuple[int, int]]) -> int:
-    return sum(stride * (size - 1) for stride, size in axes)
 
 
 class _Writing:

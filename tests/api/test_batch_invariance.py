@@ -42,10 +42,8 @@ def test_one_split_is_one_tile_whatever_the_batch(op: str, packed: bool) -> None
         chosen = set()
         rooms = (8192,) if op == "decode_attention" else (48, 1024, 8192, 200_000)  # a cache is given, a table grows
         for (batch, rows), room in itertools.product(batches, rooms):
-            made = plan(problem(op, batch, rows, packed, room), target)
-            lowering, launch = made.specialised
-            choices = tuple(getattr(lowering, name) for name in CORES[op].choices if name != "grid")
-            chosen.add((choices, launch))
+            lowering, launch = plan(problem(op, batch, rows, packed, room), target).specialised
+            chosen.add((tuple(getattr(lowering, name) for name in CORES[op].choices if name != "grid"), launch))
         assert len(chosen) == 1, f"{target.name}: {chosen}"
     assert {"cuda:sm_90", "rocm:gfx942"} <= seen
 

@@ -59,9 +59,7 @@ def test_lists_are_a_mask(batch: int, heads: int, more: str) -> None:
         given |= {"causal": True, "layout": "bshd"}
         q, k, v = (t.transpose(1, 2).contiguous() for t in (q, k, v))
     out, lse = portattn.attention(q, k, v, block_mask=blocks, **given)
-    made = portattn.last_plan()
-    assert made is not None
-    assert made.problem.block_mask
+    assert portattn.last_plan().problem.block_mask
     expected, expected_lse = portattn.attention(q, k, v, **(given | {"mask": shown}))
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(lse, expected_lse)
@@ -129,8 +127,7 @@ def test_gradients_are_those_of_the_mask() -> None:
     for given in ({"block_mask": blocks}, {"mask": shown}):
         leaves = [t.requires_grad_() for t in tensors()]
         found.append(torch.autograd.grad(portattn.attention(*leaves, **given).sin().sum(), leaves))
-    for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-4)
 
 
 def test_other_lists_each_step(kept: str) -> None:
@@ -152,8 +149,7 @@ def test_graphs(recorder: str) -> None:
 
     class Layer(torch.nn.Module):
         def forward(self, q: torch.Tensor, counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-            lists = portattn.BlockMask(counts, indices, block_size=SIZE)
-            return portattn.attention(q, k, v, block_mask=lists)
+            return portattn.attention(q, k, v, block_mask=portattn.BlockMask(counts, indices, block_size=SIZE))
 
     given = (q, blocks.kv_num_blocks, blocks.kv_indices)
     if recorder == "export":
@@ -256,8 +252,7 @@ def test_gradients_in_a_graph_are_those_of_the_mask(way: str) -> None:
         found = torch.func.grad(loss, argnums=(0, 1, 2))(q, k, v)
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
     expected = torch.autograd.grad(portattn.attention(*leaves, mask=shown).square().sum(), leaves)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("made", [(ROWS, KEYS + 32), (ROWS, KEYS - 30), (ROWS + 7, KEYS), (ROWS - 40, KEYS)])
@@ -299,8 +294,7 @@ def test_the_operator_checks_its_map() -> None:
     q, k, v = tensors()
     down, across = -(-ROWS // SIZE[0]), -(-KEYS // SIZE[1])
     spread = torch.rand(1, 1, down, 2 * across).lt(0.5)[..., ::2]
-    call = request_of("attention", q, k, v)
-    tensors_, values, lengths = call.parts
+    tensors_, values, lengths = request_of("attention", q, k, v).parts
     names = list(OPS["attention"].tensors)
     given = list(tensors_)
     given[names.index("block_mask")] = spread
@@ -345,8 +339,7 @@ def test_a_mask_beside_a_mask_mod() -> None:
     mask = torch.rand(1, 2, 32, 32) < 0.6
     both = mask & torch.ones(32, 32, dtype=torch.bool).tril()
     found = portattn.attention(q, k, v, mask=mask, block_mask=blocks, backend="reference")
-    expected = portattn.attention(q, k, v, mask=both, backend="reference")
-    assert torch.allclose(found, expected, atol=1e-6)
+    assert torch.allclose(found, portattn.attention(q, k, v, mask=both, backend="reference"), atol=1e-6)
     assert not torch.allclose(found, portattn.attention(q, k, v, causal=True, backend="reference"), atol=1e-2)
     assert not torch.allclose(found, portattn.attention(q, k, v, mask=mask, backend="reference"), atol=1e-2)
 

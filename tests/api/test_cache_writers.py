@@ -275,8 +275,7 @@ def test_opcheck(op: str, kind: str) -> None:
     tensors = [given.get(name) for name in dict.fromkeys(ROWS[op].parameters)]
     operator = getattr(torch.ops.portattn, op).default
     words = ["neox", "bhsd" if op == "append_kv" else "phd", None, None]
-    found = torch.library.opcheck(operator, (*tensors, *words))
-    assert set(found.values()) == {"SUCCESS"}
+    assert set(torch.library.opcheck(operator, (*tensors, *words)).values()) == {"SUCCESS"}
 
 
 @pytest.mark.parametrize("op", CALLS)
@@ -351,8 +350,7 @@ def test_prepared_planned_and_explained(op: str) -> None:
 
 def test_warming_up_writes_nothing() -> None:
     given = writing()
-    report = portattn.warmup([{"op": "write_pages", **given}])
-    assert [one.failed for one in report.specs] == [""]
+    assert [one.failed for one in portattn.warmup([{"op": "write_pages", **given}]).specs] == [""]
     assert not any(bool(one.any()) for one in caches(given))
 
 

@@ -3,12 +3,10 @@
 import copy
 import gc
 import weakref
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from support import Device
 from threads import run_threads
 from torch.utils import checkpoint
 from training_calls import KERNELS
@@ -25,7 +23,7 @@ ASKED: list[dict[str, Any]] = [
 
 
 @pytest.fixture(autouse=True)
-def fresh(device: Device) -> Iterator[None]:
+def fresh(device):
     if device.path != "interpreter":
         pytest.skip("on an accelerator test_ops_gpu.py has training calls")
     dispatch.forget_plans()
@@ -34,7 +32,7 @@ def fresh(device: Device) -> Iterator[None]:
 
 
 @pytest.fixture
-def built(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def built(monkeypatch):
     found: list[str] = []
     build = request.build_call
     monkeypatch.setattr(request, "build_call", lambda op, *rest: found.append(op) or build(op, *rest))
@@ -42,7 +40,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.fixture
-def planned(monkeypatch: pytest.MonkeyPatch) -> list[portattn.Problem]:
+def planned(monkeypatch):
     found: list[portattn.Problem] = []
     plan = dispatch.plan
     monkeypatch.setattr(
@@ -51,18 +49,18 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[portattn.Problem]:
     return found
 
 
-def leaves(count: int = 3) -> list[torch.Tensor]:
+def leaves(count=3):
     return [torch.randn(2, 2, 8, 16, requires_grad=True) for _ in range(count)]
 
 
-def trained(call: Callable[[], Any], inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+def trained(call, inputs):
     found = call()
     results = found if isinstance(found, tuple) else (found,)
     return [*results, *torch.autograd.grad(sum(each.square().sum() for each in results), inputs)]
 
 
 @pytest.mark.parametrize("given", ASKED, ids=str)
-def test_a_cached_call_is_the_first_one_again(given: dict[str, Any], built: list[str]) -> None:
+def test_a_cached_call_is_the_first_one_again(given, built):
     inputs = leaves()
     first, plan = trained(lambda: portattn.attention(*inputs, **given), inputs), portattn.last_plan()
     others = leaves()
@@ -77,7 +75,7 @@ def test_a_cached_call_is_the_first_one_again(given: dict[str, Any], built: list
 
 
 @pytest.mark.parametrize("wanted", [(0,), (1, 2), (2,), (0, 1, 2)], ids=str)
-def test_each_set_of_tensors_that_require_gradients_is_a_call_of_its_own(wanted: tuple[int, ...]) -> None:
+def test_each_set_of_tensors_that_require_gradients_is_a_call_of_its_own(wanted):
     portattn.attention(*leaves())
     for _ in range(2):
         inputs = [tensor.detach().requires_grad_(place in wanted) for place, tensor in enumerate(leaves())]
@@ -85,7 +83,7 @@ def test_each_set_of_tensors_that_require_gradients_is_a_call_of_its_own(wanted:
         assert [tensor.grad is not None for tensor in inputs] == [place in wanted for place in range(3)]
 
 
-def test_the_grad_mode_is_part_of_the_call() -> None:
+def test_the_grad_mode_is_part_of_the_call():
     inputs = leaves()
     for _ in range(2):
         assert portattn.attention(*inputs).grad_fn is not None
@@ -95,7 +93,7 @@ def test_the_grad_mode_is_part_of_the_call() -> None:
             assert not portattn.attention(*inputs).requires_grad
 
 
-def test_settings_and_arguments_are_part_of_the_call() -> None:
+def test_settings_and_arguments_are_part_of_the_call():
     inputs = leaves()
     for _ in range(2):
         portattn.attention(*inputs)
@@ -111,7 +109,7 @@ def test_settings_and_arguments_are_part_of_the_call() -> None:
         assert portattn.attention(*inputs).grad_fn is not None
 
 
-def test_a_call_under_autocast_has_gradients_in_the_dtypes_of_its_tensors() -> None:
+def test_a_call_under_autocast_has_gradients_in_the_dtypes_of_its_tensors():
     inputs = leaves()
     found = []
     for _ in range(3):
@@ -124,19 +122,18 @@ def test_a_call_under_autocast_has_gradients_in_the_dtypes_of_its_tensors() -> N
     assert all(torch.equal(a, b) for a, b in zip(found[0], found[-1], strict=True))
 
 
-def test_scores_that_are_nan_go_to_the_reference_each_time() -> None:
+def test_scores_that_are_nan_go_to_the_reference_each_time():
     inputs = leaves()
     portattn.attention(*inputs)
     with torch.no_grad():
         inputs[0][0, 0, 0, 0] = float("nan")
     first = trained(lambda: portattn.attention(*inputs), inputs)
     dispatch.forget_plans()
-    for ours, right in zip(first, trained(lambda: portattn.attention(*inputs), inputs), strict=True):
-        torch.testing.assert_close(ours, right, equal_nan=True)
+    torch.testing.assert_close(first, trained(lambda: portattn.attention(*inputs), inputs), equal_nan=True)
     assert first[0][0, 0, 0].isnan().all()
 
 
-def test_torch_checks_what_a_cached_call_saved() -> None:
+def test_torch_checks_what_a_cached_call_saved():
     inputs = leaves()
     portattn.attention(*inputs)
     out = portattn.attention(*inputs)
@@ -149,7 +146,7 @@ def test_torch_checks_what_a_cached_call_saved() -> None:
         out.sum().backward()
 
 
-def test_hooks_run_and_a_module_s_copy_is_trained_by_itself() -> None:
+def test_hooks_run_and_a_module_s_copy_is_trained_by_itself():
     layer = torch.nn.Linear(16, 16)
     x = torch.randn(1, 2, 8, 16)
     seen: list[str] = []
@@ -164,11 +161,10 @@ def test_hooks_run_and_a_module_s_copy_is_trained_by_itself() -> None:
     before = layer.weight.grad.clone()
     portattn.attention(q, q, q).sum().backward()
     assert torch.equal(layer.weight.grad, before)
-    assert other.weight.grad is not None
     assert other.weight.grad.any()
 
 
-def test_one_tensor_in_several_places_is_a_call_of_its_own() -> None:
+def test_one_tensor_in_several_places_is_a_call_of_its_own():
     x, (q, k, v) = torch.randn(2, 2, 8, 16, requires_grad=True), leaves()
     for _ in range(2):
         (joint,) = torch.autograd.grad(portattn.attention(x, x, x).sum(), [x])
@@ -178,14 +174,14 @@ def test_one_tensor_in_several_places_is_a_call_of_its_own() -> None:
         torch.testing.assert_close(joint, sum(parts))
 
 
-def test_transforms_and_compiled_calls_keep_their_graph_beside_a_cached_call() -> None:
+def test_transforms_and_compiled_calls_keep_their_graph_beside_a_cached_call():
     inputs = leaves()
     expected = trained(lambda: portattn.attention(*inputs, causal=True), inputs)
     portattn.attention(*inputs, causal=True)
     slope = torch.func.grad(lambda q: portattn.attention(q, *inputs[1:], causal=True).square().sum())(inputs[0])
     torch.testing.assert_close(slope, expected[1])
 
-    def loss(factor: torch.Tensor) -> torch.Tensor:
+    def loss(factor):
         return (factor * portattn.attention(*inputs, causal=True)).sum()
 
     torch.testing.assert_close(torch.func.grad(loss)(torch.tensor(2.0)), expected[0].sum())
@@ -193,12 +189,11 @@ def test_transforms_and_compiled_calls_keep_their_graph_beside_a_cached_call() -
     compiled = torch.compile(
         lambda *given: portattn.attention(*given, causal=True), backend="aot_eager", fullgraph=True
     )
-    for ours, right in zip(trained(lambda: compiled(*inputs), inputs), expected, strict=True):
-        torch.testing.assert_close(ours, right)
+    torch.testing.assert_close(trained(lambda: compiled(*inputs), inputs), expected)
 
 
 @pytest.mark.parametrize("backend", ["auto", KERNELS])
-def test_a_forward_that_a_backward_pass_computes_anew_is_no_cached_call(backend: str) -> None:
+def test_a_forward_that_a_backward_pass_computes_anew_is_no_cached_call(backend):
     """It runs by another path than the one that the call names."""
     inputs = leaves()
     for _ in range(2):
@@ -208,7 +203,7 @@ def test_a_forward_that_a_backward_pass_computes_anew_is_no_cached_call(backend:
     assert portattn.last_plan().path == ("sdpa" if backend == "auto" else KERNELS)
 
 
-def test_a_checkpoint_computes_a_cached_call_again() -> None:
+def test_a_checkpoint_computes_a_cached_call_again():
     inputs = leaves()
     expected = trained(lambda: portattn.attention(*inputs), inputs)
     for _ in range(2):
@@ -216,7 +211,7 @@ def test_a_checkpoint_computes_a_cached_call_again() -> None:
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def test_a_place_for_the_result_is_refused_beside_gradients_each_time() -> None:
+def test_a_place_for_the_result_is_refused_beside_gradients_each_time():
     inputs, place = leaves(), torch.zeros(2, 2, 8, 16)
     portattn.attention(*inputs)
     for _ in range(2):
@@ -226,7 +221,7 @@ def test_a_place_for_the_result_is_refused_beside_gradients_each_time() -> None:
         assert not place.requires_grad
 
 
-def test_a_cached_call_holds_no_tensor() -> None:
+def test_a_cached_call_holds_no_tensor():
     inputs = leaves()
     portattn.attention(*inputs, layout="bshd").sum().backward()
     seen = [weakref.ref(tensor) for tensor in inputs]
@@ -235,12 +230,12 @@ def test_a_cached_call_holds_no_tensor() -> None:
     assert [ref() for ref in seen] == [None] * 3
 
 
-def test_threads_train_by_one_cached_call() -> None:
+def test_threads_train_by_one_cached_call():
     inputs = leaves()
     expected = trained(lambda: portattn.attention(*inputs), inputs)
     found: list[Any] = []
 
-    def run() -> None:
+    def run():
         results = [trained(lambda: portattn.attention(*inputs), inputs) for _ in range(5)]
         found.append((results, portattn.last_plan().path))
 
@@ -265,14 +260,12 @@ def test_a_first_call_is_built_and_planned_once(given, built, planned):
     problem = next(each for each in planned if each.op == "attention")
     assert (problem.needs_grad, problem.return_lse) == (False, True)
     expected = portattn.attention(*(tensor.detach() for tensor in inputs), **given, backend="reference")
-    for ours, right in zip(results, expected if isinstance(expected, tuple) else (expected,), strict=True):
-        torch.testing.assert_close(ours, right, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(results, expected if isinstance(expected, tuple) else (expected,), atol=1e-5, rtol=1e-4)
 
 
 def test_a_first_call_without_a_kernel_for_its_gradients_is_built_once(monkeypatch, built):
     monkeypatch.setattr(backward, "has_kernel", lambda *given: False)
     monkeypatch.setattr(backward, "may_have_kernels", lambda *given: True)
-    inputs = leaves()
-    assert portattn.attention(*inputs).grad_fn is not None
+    assert portattn.attention(*leaves()).grad_fn is not None
     assert built == ["attention"]
     assert portattn.last_plan().problem.needs_grad

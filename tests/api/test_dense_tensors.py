@@ -91,8 +91,7 @@ def test_every_parameter_is_among_them() -> None:
     common = {*COMMON, "magicpig_bits", "magicpig_tables", "dropout_seed"}
     common |= {"q_scale", "k_scale", "v_scale", "kv_scale", "k_block_scale", "v_block_scale", "indices", "topk_length"}
     for op in set(PUBLIC) - {*WRITERS, "block_sparse_attention"}:  # theirs: test_cache_writers.py, test_blocks.py
-        row = ROWS[op]
-        assert set(row.parameters) - asked[op] <= common, op
+        assert set(ROWS[op].parameters) - asked[op] <= common, op
 
 
 @pytest.mark.parametrize("place", [0, 1])
@@ -159,8 +158,7 @@ def test_places_for_results(unusual: Any) -> None:
 
 def test_specs_of_a_warmup(unusual: Any) -> None:
     make, said = unusual
-    q = torch.zeros(2, 4, 3, 8)
-    spec = {"op": "attention", "q": "fp32[2,4,3,8]", "k": make(q), "v": "fp32[2,4,3,8]"}
+    spec = {"op": "attention", "q": "fp32[2,4,3,8]", "k": make(torch.zeros(2, 4, 3, 8)), "v": "fp32[2,4,3,8]"}
     refused("specs[0].k", said, lambda: portattn.warmup([spec], device="cpu"))
 
 
@@ -169,8 +167,7 @@ def test_a_jagged_tensor_as_packed_rows() -> None:
     jagged = torch.nested.nested_tensor(sequences, layout=torch.jagged)
     rows, beginnings = jagged.values(), jagged.offsets().int()
     out = portattn.varlen_attention(rows, rows, rows, beginnings, beginnings, 5, 5)
-    alone = portattn.attention(*[sequences[1][None]] * 3, layout="bshd")[0]
-    torch.testing.assert_close(out[3:], alone)
+    torch.testing.assert_close(out[3:], portattn.attention(*[sequences[1][None]] * 3, layout="bshd")[0])
 
 
 def test_a_call_like_a_cached_one_is_refused(device, kept, unusual, monkeypatch):
@@ -424,8 +421,7 @@ def test_jagged_tensors_in_a_compiled_function(device: Device) -> None:
     def layer(q: torch.Tensor) -> torch.Tensor:
         return portattn.attention(q.sin(), q, q, causal=True, layout="bshd") * 2
 
-    found = torch.compile(layer, backend="aot_eager")(q)
-    torch.testing.assert_close(found.values(), layer(q).values())
+    torch.testing.assert_close(torch.compile(layer, backend="aot_eager")(q).values(), layer(q).values())
 
 
 def test_what_packed_rows_cannot_have_is_named(device: Device) -> None:

@@ -5,12 +5,10 @@ import os
 import subprocess
 import sys
 import warnings
-from pathlib import Path
 
 import msgspec
 import pytest
 import torch
-from support import Device
 from threads import run_threads
 
 import portattn
@@ -37,11 +35,11 @@ def tensors(**changes):
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list:
+def launched(monkeypatch):
     """Plans whose kernels were launched. There is no device: outputs become 0, and nothing is compiled here."""
     plans: list = []
 
-    def launch_all(launches, made, q) -> None:
+    def launch_all(launches, made, q):
         plans.append(made)
         for name in ("out", "lse"):
             if launches[-1].arguments.get(name) is not None:
@@ -52,14 +50,14 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list:
     return plans
 
 
-def given(calls, **settings) -> list[warnings.WarningMessage]:
+def given(calls, **settings):
     with warnings.catch_warnings(record=True) as caught, portattn.settings(compile_seconds=3.0, **settings):
         warnings.simplefilter("always")
         calls()
     return [w for w in caught if issubclass(w.category, FallbackWarning)]
 
 
-def test_the_core_path_runs_without_a_word(sm_90, compiler, launched) -> None:
+def test_the_core_path_runs_without_a_word(sm_90, compiler, launched):
     compiler("ok")
     q, k, v = tensors()
     assert given(lambda: portattn.attention(q, k, v, causal=True)) == []
@@ -70,11 +68,11 @@ def test_the_core_path_runs_without_a_word(sm_90, compiler, launched) -> None:
 
 
 @pytest.mark.parametrize("way", ["op", "handle"])
-def test_the_warning_points_at_the_caller(sm_90, compiler, launched, way: str) -> None:
+def test_the_warning_points_at_the_caller(sm_90, compiler, launched, way):
     compiler("error")
     q, k, v = tensors()
 
-    def call() -> None:
+    def call():
         if way == "op":
             portattn.attention(q, k, v)
         else:
@@ -84,12 +82,12 @@ def test_the_warning_points_at_the_caller(sm_90, compiler, launched, way: str) -
 
 
 @pytest.mark.parametrize("behaviour", ["error", "crash", "hang"])
-def test_a_failed_compile_falls_back_with_one_warning(sm_90, compiler, launched, behaviour: str) -> None:
+def test_a_failed_compile_falls_back_with_one_warning(sm_90, compiler, launched, behaviour):
     requests = compiler(behaviour)
     q, k, v = tensors()
     outs = []
 
-    def twice() -> None:
+    def twice():
         for _ in range(2):
             outs.append(portattn.attention(q, k, v))
 
@@ -110,7 +108,7 @@ def test_a_failed_compile_falls_back_with_one_warning(sm_90, compiler, launched,
     assert torch.equal(outs[1], expected)
 
 
-def test_a_second_process_sees_the_record(sm_90, compiler, launched) -> None:
+def test_a_second_process_sees_the_record(sm_90, compiler, launched):
     requests = compiler("crash")
     q, k, v = tensors()
     given(lambda: portattn.attention(q, k, v))
@@ -126,10 +124,10 @@ def test_a_second_process_sees_the_record(sm_90, compiler, launched) -> None:
     assert requests.read_text() == asked
 
 
-def test_one_warning_for_each_cause(sm_90, launched) -> None:
+def test_one_warning_for_each_cause(sm_90, launched):
     wide, less = [torch.zeros(1, 1, 3, 576).half()] * 3, torch.zeros(1, 1, 3, 512).half()
 
-    def calls() -> None:
+    def calls():
         for _ in range(3):
             portattn.attention(*wide)  # no other path takes values of 576 columns
             with torch.enable_grad():  # the gradients' kernels take heads of 256
@@ -141,7 +139,7 @@ def test_one_warning_for_each_cause(sm_90, launched) -> None:
     assert any("gradients are asked for: head_dim is 512, and the kernel's tiles take up to 256" in m for m in caught)
 
 
-def test_silent_falls_back_without_a_word_and_error_not_at_all(sm_90, launched) -> None:
+def test_silent_falls_back_without_a_word_and_error_not_at_all(sm_90, launched):
     wide = [torch.zeros(1, 1, 3, 576).half()] * 3
     assert given(lambda: portattn.attention(*wide), fallback="silent") == []
     assert portattn.last_plan().path == "reference"
@@ -152,13 +150,13 @@ def test_silent_falls_back_without_a_word_and_error_not_at_all(sm_90, launched) 
     assert error.value.rejected[0].path == "triton"
 
 
-def test_error_also_stops_after_a_failed_compile(sm_90, compiler, launched) -> None:
+def test_error_also_stops_after_a_failed_compile(sm_90, compiler, launched):
     compiler("error")
     with portattn.settings(fallback="error"), pytest.raises(PathUnavailable, match="PassManager::run failed"):
         portattn.attention(*tensors())
 
 
-def test_a_named_path_never_falls_back(sm_90, compiler, launched) -> None:
+def test_a_named_path_never_falls_back(sm_90, compiler, launched):
     compiler("error")
     q, k, v = tensors()
     with pytest.raises(PathUnavailable, match=r"(?s)cannot run this on.*PassManager::run failed") as error:
@@ -171,11 +169,11 @@ def test_a_named_path_never_falls_back(sm_90, compiler, launched) -> None:
     assert launched == []
 
 
-def test_an_error_while_running_is_not_caught_and_not_retried(sm_90, compiler, launched, monkeypatch) -> None:
+def test_an_error_while_running_is_not_caught_and_not_retried(sm_90, compiler, launched, monkeypatch):
     compiler("ok")
     tried = []
 
-    def fails(*arguments: object) -> None:
+    def fails(*arguments):
         tried.append(arguments)
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
@@ -188,8 +186,8 @@ def test_an_error_while_running_is_not_caught_and_not_retried(sm_90, compiler, l
     assert not list(store(Settings(cache_dir=portattn.config.current().cache_dir)).incidents())
 
 
-def test_a_vendor_error_passes_through(sm_90, launched, monkeypatch) -> None:
-    def fails(*arguments: object, **rest: object) -> None:
+def test_a_vendor_error_passes_through(sm_90, launched, monkeypatch):
+    def fails(*arguments, **rest):
         raise RuntimeError("cuDNN: bad")
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", fails)
@@ -197,7 +195,7 @@ def test_a_vendor_error_passes_through(sm_90, launched, monkeypatch) -> None:
         portattn.attention(*tensors(), backend="sdpa")
 
 
-def test_a_second_call_does_not_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_call_does_not_plan(monkeypatch):
     made = []
     real = dispatch.plan
     monkeypatch.setattr(dispatch, "plan", lambda *a, **k: made.append(a) or real(*a, **k))
@@ -215,7 +213,7 @@ def test_a_second_call_does_not_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(made) == 4
 
 
-def test_plan_and_explain_run_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_and_explain_run_nothing(monkeypatch):
     for module, name in ((dispatch, "runner"), (dispatch, "launch_all")):
         monkeypatch.setattr(module, name, lambda *a: pytest.fail("something ran"))
     q, k, v = tensors()
@@ -228,7 +226,7 @@ def test_plan_and_explain_run_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         portattn.plan("attention", q, k, v, scale=float("nan"))
 
 
-def test_last_plan_is_the_plan_that_ran() -> None:
+def test_last_plan_is_the_plan_that_ran():
     assert portattn.last_plan() is None
     q, k, v = tensors()
     portattn.attention(q, k, v)
@@ -240,11 +238,11 @@ def test_last_plan_is_the_plan_that_ran() -> None:
     assert seen == [None]
 
 
-def test_threads_do_not_disturb_each_other() -> None:
+def test_threads_do_not_disturb_each_other():
     q, k, v = tensors()
     wrong = []
 
-    def work(causal: object) -> None:
+    def work(causal):
         for _ in range(20):
             portattn.attention(q, k, v, causal=causal)
             if (portattn.last_plan().problem.causal == "none") != (causal is False):
@@ -254,7 +252,7 @@ def test_threads_do_not_disturb_each_other() -> None:
     assert wrong == []
 
 
-def test_a_device_that_no_backend_knows(monkeypatch) -> None:
+def test_a_device_that_no_backend_knows(monkeypatch):
     target, unknown = dispatch.detect_target("xpu", 0)
     assert target.name == "cpu:generic"
     assert "no backend knows device xpu:0" in unknown
@@ -267,7 +265,7 @@ def test_a_device_that_no_backend_knows(monkeypatch) -> None:
         portattn.attention(q, q, q, backend="triton")
 
 
-def test_meta_tensors_give_their_shape_without_a_word() -> None:
+def test_meta_tensors_give_their_shape_without_a_word():
     q, v = torch.zeros(1, 2, 3, 8, device="meta"), torch.zeros(1, 2, 5, 4, device="meta")
     k = torch.zeros(1, 2, 5, 8, device="meta")
     outs = []
@@ -280,7 +278,7 @@ class Graphics(Backend):
 
     name, device_type, folder, vendor = "cuda", "meta", CudaBackend.folder, (SdpaPath(),)
 
-    def __init__(self, arch: str | None, seen: str) -> None:
+    def __init__(self, arch, seen):
         self.arch, self.seen = arch, seen
 
     def detect(self, index=None):
@@ -298,7 +296,7 @@ class Graphics(Backend):
         ("sm_52", "", "backend cuda finds arch sm_52, which is none of its arches"),
     ],
 )
-def test_a_device_of_a_known_backend_with_an_unknown_arch(monkeypatch, arch, seen, reason) -> None:
+def test_a_device_of_a_known_backend_with_an_unknown_arch(monkeypatch, arch, seen, reason):
     registry = Registry.load()
     backends = {"cpu": registry.backends["cpu"], "cuda": Graphics(arch, seen)}
     other = msgspec.structs.replace(registry, backends=backends)
@@ -313,7 +311,7 @@ def test_a_device_of_a_known_backend_with_an_unknown_arch(monkeypatch, arch, see
         plan(made.problem, target, other, settings=Settings(backend="triton"))
 
 
-def test_a_backend_without_a_device_here_is_no_target(monkeypatch) -> None:
+def test_a_backend_without_a_device_here_is_no_target(monkeypatch):
     registry = Registry.load()
     other = msgspec.structs.replace(registry, backends=registry.backends | {"cuda": Graphics(None, "")})
     monkeypatch.setattr(dispatch.Registry, "load", staticmethod(lambda: other))
@@ -321,14 +319,14 @@ def test_a_backend_without_a_device_here_is_no_target(monkeypatch) -> None:
     assert (target.name, bool(unknown)) == ("cpu:generic", True)
 
 
-def test_planning_raises_what_the_call_raises(sm_90, launched) -> None:
+def test_planning_raises_what_the_call_raises(sm_90, launched):
     wide = [torch.zeros(1, 1, 3, 576).half()] * 3
     assert portattn.plan("attention", *wide).path == "reference"
     with portattn.settings(fallback="error"), pytest.raises(PathUnavailable, match="fallback='error'"):
         portattn.plan("attention", *wide)
 
 
-def test_an_interpreter_that_cannot_run_here_is_an_unavailable_path() -> None:
+def test_an_interpreter_that_cannot_run_here_is_an_unavailable_path():
     """Once Triton is imported to compile, as torch.compile and transformers do; explain says so too."""
     program = """
 import triton, torch, portattn
@@ -346,7 +344,7 @@ for call in (portattn.attention, lambda *given, **named: portattn.explain("atten
     assert "TRITON_INTERPRET=1" in done.stdout
 
 
-def test_the_interpreter_runs_where_it_is_named(device: Device) -> None:
+def test_the_interpreter_runs_where_it_is_named(device):
     if device.path != "interpreter":
         pytest.skip("Triton compiles for the accelerator in this process")
     q, k, v = (t.float() for t in tensors())
@@ -360,7 +358,7 @@ def test_the_interpreter_runs_where_it_is_named(device: Device) -> None:
 
 
 @pytest.mark.gpu
-def test_a_kept_call_gives_what_the_first_gave(tmp_path: Path) -> None:
+def test_a_kept_call_gives_what_the_first_gave(tmp_path):
     q, k, v = (t.cuda() for t in tensors())
     with portattn.settings(cache_dir=str(tmp_path)):
         first, first_lse = portattn.attention(q, k, v, causal=True, return_lse=True)
@@ -370,6 +368,5 @@ def test_a_kept_call_gives_what_the_first_gave(tmp_path: Path) -> None:
         assert portattn.last_plan() is made
         assert torch.equal(first, again)
         assert torch.equal(first_lse, again_lse)
-        other = portattn.attention(q * 2, k, v, causal=True)
-        assert not torch.equal(first, other)
+        assert not torch.equal(first, portattn.attention(q * 2, k, v, causal=True))
         assert isinstance(portattn.attention(q, k, v, causal=True), torch.Tensor)

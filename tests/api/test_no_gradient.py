@@ -95,8 +95,7 @@ def test_what_trains_in_the_place_of_a_tree_mask_is_named(op: str) -> None:
 def test_what_is_computed_from_a_weight_requires_a_gradient(device: Device) -> None:
     """The query of a model's layer, where somebody forgot no_grad; the caches of past steps require none."""
     op, arguments = a_call("paged", device)
-    weight = torch.nn.Parameter(torch.eye(16, device=device.name))
-    query = arguments["q"] @ weight
+    query = arguments["q"] @ torch.nn.Parameter(torch.eye(16, device=device.name))
     with pytest.raises(portattn.ArgumentError, match=r"q.requires_grad is True.*torch.no_grad\(\)"):
         perform(op, arguments | {"q": query})
     assert same(perform(op, arguments | {"q": query.detach()}), perform(op, arguments))

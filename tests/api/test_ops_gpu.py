@@ -344,7 +344,6 @@ def test_lists_change_in_a_graph() -> None:
         out = portattn.attention(q, k, v, block_mask=lists)
     listed = (torch.rand(1, 4, 4, 4) < 0.5).cuda()
     for kept, new in zip(lists[:2], lists_of(listed)[:2], strict=True):
-        assert kept is not None
         kept.copy_(new)  # type: ignore[arg-type]
     graph.replay()
     torch.cuda.synchronize()

@@ -64,8 +64,7 @@ def test_no_address_leaves_the_tensors(interpreted: pytest.MonkeyPatch, name: st
     fields = {} if op == "sparse_attention" else dict(FIELDS[seed])
     fields |= {"num_splits": splits} if splits > 1 else {}
     fields |= {} if "ragged" in name or op in ("varlen_attention", "sparse_attention") else {"bias": True}
-    call = random_call(problem(name, alibi_slopes=True, **fields), seed)
-    arguments = finite(given(call))
+    arguments = finite(given(random_call(problem(name, alibi_slopes=True, **fields), seed)))
     changes = {n: wild(n, arguments[n], seed) for n in VALUES if n in arguments}
     with watched(interpreted) as kernels, poisoned():
         out, lse = perform(op, arguments | changes, backend="interpreter", validate=False)
@@ -81,8 +80,7 @@ def test_no_address_leaves_the_tensors(interpreted: pytest.MonkeyPatch, name: st
 def test_the_reference_path_takes_anything(name: str, seed: int) -> None:
     op = problem(name).op
     fields = {} if op == "sparse_attention" else dict(FIELDS[seed % len(FIELDS)])
-    call = random_call(problem(name, **fields), seed)
-    arguments = finite(given(call))
+    arguments = finite(given(random_call(problem(name, **fields), seed)))
     changes = {n: wild(n, arguments[n], seed) for n in VALUES if n in arguments}
     with poisoned():
         out, lse = perform(op, arguments | changes, backend="reference", validate=False)
@@ -170,7 +168,7 @@ def test_wild_lengths_are_clamped(device: Device, path: str) -> None:
             arguments["page_table"] = arguments["page_table"].clamp(0, 3)
         if "leftpad_k" in arguments:
             arguments["leftpad_k"] = torch.zeros_like(arguments["leftpad_k"])
-        wild_ones = torch.tensor([2**31 - 1, -(2**31), 1000], dtype=torch.int32, device=device.name)
+        wild_ones = torch.tensor([2**31 - 1, -(2**31), p.seq_k + 1], dtype=torch.int32, device=device.name)
         meant = torch.tensor([p.seq_k, 0, p.seq_k], dtype=torch.int32, device=device.name)
         found, expected = (perform(p.op, arguments | {"seqlens_k": n}, **way) for n in (wild_ones, meant))
         assert torch.equal(found[0], expected[0]), name
@@ -184,8 +182,8 @@ def test_wild_page_ids_are_clamped(device: Device, path: str) -> None:
         call = random_call(problem(name), seed=4, device=device.name)
         p, arguments = call.problem, finite(given(call))
         last = call.k.shape[0] - 1
-        inside, ids = torch.full_like(arguments["page_table"], last), torch.full_like(arguments["page_table"], 2**30)
-        inside[:, ::2], ids[:, ::2] = 0, -5
+        inside, ids = (torch.full_like(arguments["page_table"], n) for n in (last, 2**31 - 1))
+        inside[:, ::2], ids[:, ::2], ids[:, :1] = 0, -5, -(2**31)
         found, expected = (perform(p.op, arguments | {"page_table": t}, **way) for t in (ids, inside))
         assert torch.equal(found[0], expected[0]), name
         assert torch.equal(found[1], expected[1]), name
@@ -195,8 +193,7 @@ def test_wild_page_ids_are_clamped(device: Device, path: str) -> None:
 @pytest.mark.parametrize("name", ["sparse", "sparse paged"])
 def test_wild_counts_are_clamped_and_wild_tokens_passed_over(device: Device, path: str, name: str) -> None:
     way = paths(device)[path] | {"validate": False}
-    call = random_call(problem(name), seed=5, device=device.name)
-    arguments = finite(given(call))
+    arguments = finite(given(random_call(problem(name), seed=5, device=device.name)))
     like = arguments["counts"]
     for value, meant in ((2**31 - 1, 20), (21, 20), (-1, 0), (-(2**31), 0)):
         found, expected = (

@@ -124,8 +124,7 @@ def test_keys_and_values_in_one_cache(device, monkeypatch, path, page_layout, na
         out, lse = perform(p.op, arguments, **paths(device)[path])
     assert_right(call, out, lse)
     axis = 2 if page_layout == "phd" else 3
-    both = torch.stack([k, v], dim=axis)
-    other = dict(zip(names, both.unbind(axis), strict=True))
+    other = dict(zip(names, torch.stack([k, v], dim=axis).unbind(axis), strict=True))
     assert not other[names[0]].is_contiguous()
     again, again_lse = perform(p.op, arguments | other, **paths(device)[path])
     assert torch.equal(again, out)
@@ -238,6 +237,8 @@ def test_sequences_without_keys(device: Device, way: dict[str, str], name: str) 
     call = random_call(problem(name), device=device.name)
     p, arguments = call.problem, given(call)
     arguments["seqlens_k"] = int32(device, 0, 0, 0)
+    for cache in (call.k, call.v):
+        cache.fill_(float("nan"))
     if p.page_size:  # what a table then holds is nobody's business
         arguments["page_table"] = torch.full_like(arguments["page_table"], 2**31 - 1)
     out = (33, 4, p.head_dim_v) if p.packed else (3, 4, p.seq_q, p.head_dim_v)
@@ -302,8 +303,7 @@ def test_no_query_rows(device: Device, way: dict[str, str], name: str) -> None:
 
 @pytest.mark.parametrize("name", ["sparse", "sparse paged"])
 def test_no_places_for_tokens(device: Device, way: dict[str, str], name: str) -> None:
-    call = random_call(problem(name), device=device.name)
-    arguments = given(call)
+    arguments = given(random_call(problem(name), device=device.name))
     changes = {"indices": arguments["indices"][..., :0], "counts": torch.zeros_like(arguments["counts"])}
     for splits in (None, 2):
         with poisoned():
@@ -353,8 +353,7 @@ def test_pages_and_positional_arguments() -> None:
         given["page_table"], torch.tensor([2, 1], dtype=torch.int32), torch.tensor([3, 3], dtype=torch.int32)
     )
     del given["seqlens_k"]
-    again = torch.full_like(wanted, NAN)
-    assert torch.equal(into(again, "paged_attention", **given), wanted)
+    assert torch.equal(into(torch.full_like(wanted, NAN), "paged_attention", **given), wanted)
 
 
 def test_over_its_own_query() -> None:
@@ -416,8 +415,7 @@ def test_under_a_transform_it_is_a_copy() -> None:
     """Tensors of torch.func have no memory of their own to look at."""
     x = torch.randn(3, 1, 2, 5, 16)
     found = torch.func.vmap(lambda one: into(torch.empty_like(one), "attention", one, one, one))(x)
-    expected = torch.stack([portattn.attention(one, one, one) for one in x])
-    assert torch.allclose(found, expected, atol=1e-6)
+    assert torch.allclose(found, torch.stack([portattn.attention(one, one, one) for one in x]), atol=1e-6)
 
 
 @pytest.mark.parametrize("op", ["append_kv", "no_such_operation"])

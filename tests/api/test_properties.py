@@ -1,8 +1,10 @@
 """Whatever the arguments: right within the budget, or an ArgumentError. Never another exception or a wrong number."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
+import opcalls
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -14,6 +16,9 @@ from portattn import ArgumentError, Problem
 from portattn.planning.kernel_specs import CORES
 from portattn.schema.ops import PUBLIC, ROWS
 
+OPS = tuple(op for op in PUBLIC if not ROWS[op].writes)
+CALLED = tuple(op for op in OPS if op != "block_sparse_attention")  # by opcalls
+
 
 def bounded(examples: int) -> settings:
     """The same examples in every run; no deadline, for machines differ."""
@@ -23,54 +28,20 @@ def bounded(examples: int) -> settings:
     )
 
 
-@st.composite
-def problems(draw: st.DrawFn, most: int = 40, op: str | None = None) -> Problem:
-    heads_k = draw(st.integers(1, 3))
-    chosen = op or draw(st.sampled_from(["attention", "decode_attention"]))
-    flag = st.booleans()
-    dense = chosen == "attention"
-    return Problem(
-        op=chosen, batch=draw(st.integers(0, 3)), heads_k=heads_k, heads_q=heads_k * draw(st.integers(1, 3)),
-        seq_q=draw(st.integers(0, most if dense else 4)), seq_k=draw(st.integers(0, most)),
-        head_dim=draw(st.integers(1, 48)), head_dim_v=draw(st.integers(1, 48)),
-        dtype=draw(st.sampled_from(sorted(DTYPES))), causal=draw(st.sampled_from(["none", "bottom_right", "top_left"])),
-        seqlens_q=dense and draw(flag), seqlens_k=draw(flag), leftpad_q=dense and draw(flag), leftpad_k=draw(flag),
-        return_lse=draw(flag), layout=draw(st.sampled_from(["bhsd", "bshd"])), aligned=False,
-    )  # fmt: skip
-
-
 scales = st.one_of(st.none(), st.sampled_from([0.0, -0.0, 1.0, -1.0]), st.floats(-4, 4, width=32))
 layouts = st.sampled_from(["plain", "spare", "transposed", "sliced"])
 
 
-@bounded(300)
-@given(problems(), scales, layouts, st.integers(0, 2**16))
-def test_valid_arguments_are_right(p: Problem, scale: float | None, strides: str, seed: int) -> None:
-    call = random_call(p, seed, scale=scale, strides=strides)
-    bshd = p.layout == "bshd"
-    q, k, v = (t.transpose(1, 2) if bshd else t for t in (call.q, call.k, call.v))
-    rest: dict[str, Any] = {"scale": scale, "layout": p.layout, "return_lse": p.return_lse}
-    rest["causal"] = {"none": False}.get(p.causal, p.causal)
-    if p.op == "attention":
-        names = ("seqlens_q", "seqlens_k", "leftpad_q", "leftpad_k")
-        result = portattn.attention(q, k, v, **rest, **{n: getattr(call, n) for n in names})
-    else:
-        result = portattn.decode_attention(q, k, v, call.seqlens_k, leftpad_k=call.leftpad_k, **rest)
-    out, lse = result if p.return_lse else (result, None)
-    assert portattn.last_plan().problem.op == p.op
-    assert_right(call, out.transpose(1, 2) if bshd else out, lse)
-
-
 @st.composite
-def problems_of_any_op(draw: st.DrawFn) -> Problem:
-    op, flag = draw(st.sampled_from([op for op in PUBLIC if not ROWS[op].writes])), st.booleans()
+def problems(draw: st.DrawFn, ops: Sequence[str] = OPS, most_q: int = 19, most_k: int = 24) -> Problem:
+    op, flag = draw(st.sampled_from(ops)), st.booleans()
     fields: dict[str, Any] = {n: draw(flag) for n in ("softcap", "alibi_slopes", "sinks", "return_lse")}
-    fields |= {"seq_q": 1, "seq_k": draw(st.integers(0, 24)), "heads_k": draw(st.integers(1, 2))}
-    fields |= {"head_dim": draw(st.integers(1, 40)), "head_dim_v": draw(st.integers(1, 40))}
+    fields |= {"seq_q": 1, "seq_k": draw(st.integers(0, most_k)), "heads_k": draw(st.integers(1, 3))}
+    fields |= {"head_dim": draw(st.integers(1, 48)), "head_dim_v": draw(st.integers(1, 48))}
     if op == "sparse_attention":
         fields |= {"tokens": draw(st.integers(1, 20)), "log_weights": draw(flag), "magicpig": draw(flag)}
     else:
-        fields |= {"seq_q": draw(st.integers(0, 19 if op == "attention" else 4))}
+        fields |= {"seq_q": draw(st.integers(0, most_q if op == "attention" else 4))}
         fields |= {"causal": draw(st.sampled_from(["none", "bottom_right", "top_left"]))}
         fields |= {"window_left": draw(st.sampled_from([-1, 0, 3, 17]))}
         fields |= {"window_right": draw(st.sampled_from([-1, 0, 3])) if fields["causal"] == "none" else -1}
@@ -100,8 +71,18 @@ def problems_of_any_op(draw: st.DrawFn) -> Problem:
     )  # fmt: skip
 
 
+@bounded(300)
+@given(problems(("attention", "decode_attention") * 5 + CALLED, 40, 40), scales, layouts, st.integers(0, 2**16))
+def test_valid_arguments_are_right(p: Problem, scale: float | None, strides: str, seed: int) -> None:
+    call = random_call(p, seed, scale=scale, strides=strides)
+    own = {"decode_attention": {"seqlens_k": call.seqlens_k}, "mla_attention": {"scale": call.scale}}.get(p.op, {})
+    result = opcalls.perform(p.op, opcalls.given(call) | {"scale": scale} | own)
+    assert portattn.last_plan().problem.op == p.op
+    opcalls.assert_right(call, *(result if p.return_lse else (result, None)))
+
+
 @bounded(120)
-@given(problems_of_any_op(), scales, layouts, st.integers(0, 2**16), st.integers(1, 4), st.booleans())
+@given(problems(), scales, layouts, st.integers(0, 2**16), st.integers(1, 4), st.booleans())
 def test_the_core_kernels_are_right(device, p, scale, strides, seed, splits, extremes):
     call = random_call(p, seed, scale=scale, strides=strides, device=device.name, extremes=extremes)
     page_loop = "flat_masked" if p.page_size % TILE or seed % 2 else "per_page"

@@ -82,8 +82,7 @@ def test_opcheck(name: str, kind: str, scales: str, device: Device) -> None:
 def test_a_graph_gives_the_eager_result(recorder: str, name: str, kind: str, scales: str, device: Device) -> None:
     model, tensors = a_model(name, device, **small(name), kv_format=kind, kv_scales=scales)
     graph = RECORDERS[recorder](model, tensors)
-    for ours, eager in zip(graph(*tensors), model(*tensors), strict=True):
-        torch.testing.assert_close(ours, eager, rtol=0, atol=0)
+    torch.testing.assert_close(graph(*tensors), model(*tensors), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("name", "kind", "scales"), [case for case in CASES if case[0] in ("attention", "decode")])
@@ -134,8 +133,7 @@ def test_a_handle_runs_with_other_data(name: str) -> None:
     out = torch.full_like(expected[0], float("nan"))
     found = handle.run(**tensors, out=out)
     assert found[0] is out
-    for ours, eager in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, eager, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_warmup_takes_specs_in_words() -> None:
@@ -167,7 +165,6 @@ def test_the_plan_says_how_products_are_computed() -> None:
     asked = problem("attention", dtype="bf16", kv_format="e4m3", kv_scales="head")
     plan = portattn.plan(asked, parse_target("cuda:sm_90", "triton==3.6.0"))
     assert plan.path == "triton"
-    assert plan.lowering is not None
     assert plan.lowering.operands == "widened"
 
 
@@ -231,8 +228,7 @@ def test_a_cached_launch_serves_other_sizes(name: str, kind: str, scales: str, m
         with portattn.settings(canary="never"):
             made.append((call, perform(call.problem.op, arguments, backend="triton")))
             again = perform(call.problem.op, arguments, backend="triton")
-        for first, second in zip(made[-1][1], again, strict=True):
-            torch.testing.assert_close(first, second, rtol=0, atol=0)
+        torch.testing.assert_close(made[-1][1], again, rtol=0, atol=0)
     (known,) = cache.every_kind()
     assert [one.why_fixed for one in known.classes] == [""] * len(known.classes)
     cache.forget()

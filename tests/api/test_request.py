@@ -58,8 +58,7 @@ def test_arguments_that_the_operation_has_not_are_refused_as_its_call_refuses_th
 def test_a_row_has_its_operations_parameters(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     row, parameters = ROWS[op], inspect.signature(getattr(portattn, op)).parameters
     own = {"backend", "validate", "magicpig_bits", "magicpig_tables", "block_size"}
-    named = {*row.tensors.values(), *row.values}
-    assert named - own == set(parameters) - own
+    assert {*row.tensors.values(), *row.values} - own == set(parameters) - own
     seen: list[Any] = []
 
     def looked_for(op: str, tensors: Any, values: Any, lengths: Any = ()) -> None:
@@ -193,8 +192,6 @@ def test_a_kept_call_gives_what_a_first_one_gives(device, monkeypatch, name, spl
 
 
 def test_only_what_is_asked_for_is_returned(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    if device.path != "interpreter":
-        pytest.skip("kernels are interpreted here only")
     pretend_accelerator(monkeypatch)
     q, k, v = tensors(1, 2, 3, 16)
     for _ in range(2):
@@ -204,8 +201,6 @@ def test_only_what_is_asked_for_is_returned(device: Device, monkeypatch: pytest.
 
 def test_what_makes_another_call(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing that decides a plan, or what is compiled, may be answered by a call that was kept for something else."""
-    if device.path != "interpreter":
-        pytest.skip("kernels are interpreted here only")
     pretend_accelerator(monkeypatch)
     built = kept_calls(monkeypatch)
     q, k, v = tensors(1, 2, 3, 16)
@@ -232,8 +227,6 @@ def test_what_makes_another_call(device: Device, monkeypatch: pytest.MonkeyPatch
 
 
 def test_validated_calls_are_validated_every_time(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    if device.path != "interpreter":
-        pytest.skip("kernels are interpreted here only")
     pretend_accelerator(monkeypatch)
     q, k, v = tensors(2, 2, 3, 16)
     lengths = torch.tensor([3, 1], dtype=torch.int32)

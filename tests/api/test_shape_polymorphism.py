@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 from array import array
-from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +17,6 @@ import portattn
 from portattn.api import dispatch, shape_polymorphism
 from portattn.config import Settings
 from portattn.launch import cache
-from portattn.launch.cached_launch import CachedLaunch
 from portattn.launch.symbolic_tensor import SymbolicTensor, TensorKind
 from portattn.schema.kernel_step import Step
 from portattn.schema.ops import ROWS
@@ -28,24 +26,24 @@ from portattn.validate import build_call
 BEYOND = 2**31  # the first number that does not fit 32 bits
 
 
-def step(arguments: dict[str, Any], options: dict[str, Any] | None = None) -> Step:
+def step(arguments, options=None):
     """A launch of a kernel that takes x, y, z, the last of which is not specialised, and the constant WIDTH."""
 
-    def kernel(x, y, z, WIDTH: tl.constexpr):  # type: ignore[name-defined]  # noqa: F821
+    def kernel(x, y, z, WIDTH):  # type: ignore[name-defined]
         pass
 
     described: Any = SimpleNamespace(fn=kernel, arg_names=("x", "y", "z", "WIDTH"), do_not_specialize=("z",))
     return Step(described, (1,), {"x": 0, "y": 0, "z": 0, "WIDTH": 64} | arguments, options or {})
 
 
-def class_of(value: int, use: Callable[[int], Any]) -> Callable[[int], bool]:
+def class_of(value, use):
     trace = Trace()
     use(trace.input(value))
     program = trace.program([])
     return lambda other: program((other,)) is not None
 
 
-def specialised(name: str) -> Callable[[int], None]:
+def specialised(name):
     return lambda size: shape_polymorphism._specialise(step({name: size}))
 
 
@@ -59,7 +57,7 @@ def specialised(name: str) -> Callable[[int], None]:
         (-BEYOND - 16, (-(2**40),), (-BEYOND, -BEYOND - 1)),
     ],
 )
-def test_integers_that_triton_tells_apart(value: int, same: tuple[int, ...], others: tuple[int, ...]) -> None:
+def test_integers_that_triton_tells_apart(value, same, others):
     """1, multiples of 16, and what does not fit 32 bits: another kernel is compiled for each."""
     takes = class_of(value, specialised("y"))
     assert {n: takes(n) for n in (value, *same, *others)} == dict.fromkeys((value, *same), True) | dict.fromkeys(
@@ -67,13 +65,13 @@ def test_integers_that_triton_tells_apart(value: int, same: tuple[int, ...], oth
     )
 
 
-def test_of_arguments_that_are_not_specialised_only_the_width_counts() -> None:
+def test_of_arguments_that_are_not_specialised_only_the_width_counts():
     takes = class_of(32, specialised("z"))
     assert [takes(n) for n in (32, 33, 1, 0)] == [True] * 4
     assert [takes(n) for n in (BEYOND, -BEYOND - 1)] == [False] * 2
 
 
-def test_tensors_of_two_gib_are_another_class() -> None:
+def test_tensors_of_two_gib_are_another_class():
     """A kernel may use their sizes with 32-bit offsets."""
     kind = TensorKind(torch.float16, torch.device("cpu"), 2, 0, False)
     takes = class_of(
@@ -83,7 +81,7 @@ def test_tensors_of_two_gib_are_another_class() -> None:
     assert not takes(2**20)
 
 
-def test_descriptors_of_more_rows_than_32_bits_hold_are_another_class() -> None:
+def test_descriptors_of_more_rows_than_32_bits_hold_are_another_class():
     takes = class_of(
         64,
         lambda rows: shape_polymorphism._specialise(
@@ -94,7 +92,7 @@ def test_descriptors_of_more_rows_than_32_bits_hold_are_another_class() -> None:
     assert not takes(BEYOND)
 
 
-def test_constants_and_options_are_of_one_value() -> None:
+def test_constants_and_options_are_of_one_value():
     for use in (
         lambda n: shape_polymorphism._with_constants(step({"WIDTH": n})),
         lambda n: shape_polymorphism._with_constants(step({}, {"maxnreg": n})),
@@ -113,11 +111,11 @@ def test_constants_and_options_are_of_one_value() -> None:
 
 
 @pytest.fixture
-def keep(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], tuple[CachedLaunch, list[int]]]]:
+def keep(monkeypatch):
     """Keeps a call with so many keys, on CPU tensors that count as an H100's: what is cached, and its sizes."""
     opcalls.pretend_accelerator(monkeypatch)
 
-    def kept_of(keys: int) -> tuple[CachedLaunch, list[int]]:
+    def kept_of(keys):
         q, k = torch.zeros(2, 4, 3, 24, dtype=torch.float16), torch.zeros(2, 2, keys, 24, dtype=torch.float16)
         v, lengths = k.clone(), torch.zeros(2, dtype=torch.int32)
         with portattn.settings(canary="never"):
@@ -131,7 +129,7 @@ def keep(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], tuple[Cach
 
 
 @pytest.mark.interpreter
-def test_the_plan_of_other_sizes(keep: Callable[[int], tuple[CachedLaunch, list[int]]]) -> None:
+def test_the_plan_of_other_sizes(keep):
     """What a cached call of other sizes would have been planned as, made when it is asked for."""
     cached, inputs = keep(640)
     assert cached.inputs == tuple(inputs)
@@ -146,7 +144,7 @@ def test_the_plan_of_other_sizes(keep: Callable[[int], tuple[CachedLaunch, list[
 
 
 @pytest.mark.interpreter
-def test_sizes_of_another_class_are_planned(keep: Callable[[int], tuple[CachedLaunch, list[int]]]) -> None:
+def test_sizes_of_another_class_are_planned(keep):
     cached, _ = keep(640)
     assert cached.why_fixed == ""
     other, inputs = keep(641)
@@ -154,7 +152,7 @@ def test_sizes_of_another_class_are_planned(keep: Callable[[int], tuple[CachedLa
     assert cached.program(inputs) is None
 
 
-def test_launches_that_sizes_change_are_noticed() -> None:
+def test_launches_that_sizes_change_are_noticed():
     """What was described anew must be what was planned: else the call is kept for its own sizes alone."""
     tensor = torch.zeros(4, 8)
     kind = TensorKind.of(tensor)
@@ -162,7 +160,7 @@ def test_launches_that_sizes_change_are_noticed() -> None:
     trace = Trace()
     shaped = SymbolicTensor.make(kind, (trace.input(4), 8), (8, 1))
 
-    def other(**changes: Any) -> Step:
+    def other(**changes):
         fields: dict[str, Any] = {
             "kernel": given.kernel, "grid": (trace.input(1),), "options": {"num_warps": 4}, "roles": {},
             "arguments": {**given.arguments, "x": shaped, "y": trace.input(8)},
@@ -191,7 +189,7 @@ def test_launches_that_sizes_change_are_noticed() -> None:
 
 
 @pytest.mark.interpreter
-def test_buffers_lie_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buffers_lie_one_after_the_other(monkeypatch):
     """From multiples of 256 bytes on, inside one piece of memory, for the first sizes and for others of the class."""
     opcalls.pretend_accelerator(monkeypatch)
     monkeypatch.setattr(dispatch, "launch_all", lambda launches, made, q: None)
@@ -208,7 +206,6 @@ def test_buffers_lie_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> Non
         sizes = cached.program(inputs)
         assert sizes is not None
         memory = cached.memory(sizes)
-        assert memory is not None
         ranges = sorted(
             (t.data_ptr() - memory.data_ptr(), t.numel() * t.itemsize) for t in cached.buffers(memory, sizes).values()
         )
@@ -228,7 +225,7 @@ def test_buffers_lie_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> Non
     ],
 )
 def test_what_cannot_be_traced_is_kept_for_its_own_sizes_alone(keep, monkeypatch, raised, why):
-    def plan(self: Any, call: Any) -> Any:
+    def plan(self, call):
         raise raised
 
     monkeypatch.setattr(shape_polymorphism.CallRecipe, "plan", plan)
@@ -236,8 +233,7 @@ def test_what_cannot_be_traced_is_kept_for_its_own_sizes_alone(keep, monkeypatch
     assert cached.why_fixed == why
     assert cached.program(inputs) == cached.sizes
     for place in range(len(inputs)):
-        others = [size + (i == place) for i, size in enumerate(inputs)]
-        assert cached.program(others) is None, place
+        assert cached.program([size + (i == place) for i, size in enumerate(inputs)]) is None, place
 
 
 @pytest.mark.interpreter
@@ -252,7 +248,7 @@ def test_what_is_planned_otherwise_with_sizes_is_kept_for_its_own(keep, monkeypa
 
 
 @pytest.mark.parametrize("name", ["", "sinks", "alibi_slopes", "bias", "mask"])
-def test_a_call_with_a_feature_is_traced_too(name: str) -> None:
+def test_a_call_with_a_feature_is_traced_too(name):
     """Else each length would be planned and cached for itself: right, and a thousand times slower."""
     shaped = functools.partial(opcalls.symbolic, Trace())
     tensors: dict[str, Any] = dict.fromkeys(ROWS["attention"].tensors)

@@ -4,7 +4,6 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,6 @@ import pytest
 import torch
 from graphs import RECORDERS, Model, a_model, same
 from opcalls import CALLS, differentiable
-from support import Device
 
 import portattn
 from portattn.api.signatures import request_of
@@ -20,7 +18,7 @@ from portattn.api.torch_ops import SIGNATURES, arguments_of
 from portattn.schema.ops import ROWS
 
 
-def operator_call(name: str, device: Device, gradients: bool = False, **fields: Any) -> tuple[Any, list[Any]]:
+def operator_call(name, device, gradients=False, **fields):
     model, _ = a_model(name, device, **fields)
     more = differentiable(model.op) if gradients else {}
     request = request_of(model.op, **model.arguments, **more)
@@ -35,7 +33,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("gradients", [False, True], ids=["inference", "gradients"])
 @pytest.mark.parametrize("features", FEATURES)
 @pytest.mark.parametrize("name", CALLS)
-def test_opcheck(name: str, features: str, gradients: bool, device: Device) -> None:
+def test_opcheck(name, features, gradients, device):
     operator, arguments = operator_call(name, device, gradients, **FEATURES[features])
     if gradients:
         arguments = [
@@ -49,7 +47,7 @@ def test_opcheck(name: str, features: str, gradients: bool, device: Device) -> N
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("recorder", RECORDERS)
-def test_a_graph_gives_the_eager_result(recorder: str, name: str, device: Device) -> None:
+def test_a_graph_gives_the_eager_result(recorder, name, device):
     model, tensors = a_model(name, device)
     expected = model(*tensors)
     graph = RECORDERS[recorder](model, tensors)
@@ -60,7 +58,7 @@ def test_a_graph_gives_the_eager_result(recorder: str, name: str, device: Device
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("recorder", ["torch.export", "make_fx, symbolic"])
-def test_a_graph_has_one_node_of_the_call(recorder: str, name: str, device: Device) -> None:
+def test_a_graph_has_one_node_of_the_call(recorder, name, device):
     model, tensors = a_model(name, device)
     graph = RECORDERS[recorder](model, tensors)
     called = [node.target for node in graph.graph.nodes if node.op == "call_function" and "getitem" not in node.name]
@@ -68,12 +66,12 @@ def test_a_graph_has_one_node_of_the_call(recorder: str, name: str, device: Devi
     assert computing == [getattr(torch.ops.portattn, model.op).default]
 
 
-def test_an_exported_program_takes_other_sizes(device: Device) -> None:
+def test_an_exported_program_takes_other_sizes(device):
     class Layer(torch.nn.Module):
-        def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        def forward(self, q, k, v):
             return portattn.attention(q.sin(), k, v, causal=True, window=(30, 0)) + 1
 
-    def tensors(batch: int, rows: int, keys: int) -> tuple[torch.Tensor, ...]:
+    def tensors(batch, rows, keys):
         sizes = ((4, rows), (2, keys), (2, keys))
         return tuple(torch.randn(batch, heads, n, 16, device=device.name) for heads, n in sizes)
 
@@ -87,11 +85,11 @@ def test_an_exported_program_takes_other_sizes(device: Device) -> None:
         assert same(program.module()(*given), Layer()(*given))
 
 
-def test_a_compiled_call_is_compiled_once_for_all_sizes(device: Device) -> None:
+def test_a_compiled_call_is_compiled_once_for_all_sizes(device):
     torch._dynamo.reset()
     graphs = []
 
-    def backend(graph: torch.fx.GraphModule, tensors: Any) -> Any:
+    def backend(graph, tensors):
         graphs.append(graph)
         return graph
 
@@ -115,7 +113,7 @@ SAVED = """
 
 
 @pytest.mark.parametrize("order", [("import portattn", "torch"), ("import torch", "portattn")], ids=str)
-def test_a_saved_program_runs_in_another_process(order: tuple[str, str], tmp_path: Path, device: Device) -> None:
+def test_a_saved_program_runs_in_another_process(order, tmp_path, device):
     model, tensors = a_model("attention", device)
     path, data = str(tmp_path / "program.pt2"), str(tmp_path / "data.pt")
     torch.export.save(torch.export.export(model, tensors, strict=False), path)
@@ -154,7 +152,7 @@ PACKAGED = """
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-def test_a_package_compiled_ahead_of_time_calls_the_operator(tmp_path: Path, device: Device) -> None:
+def test_a_package_compiled_ahead_of_time_calls_the_operator(tmp_path, device):
     """In a process of its own: machine code that dies there says where, and takes no other test with it."""
     done = packaged("portattn.attention(q * 2, k, k, causal=True) + 1", device, tmp_path)
     if done.returncode < 0:
@@ -166,20 +164,20 @@ def test_a_package_compiled_ahead_of_time_calls_the_operator(tmp_path: Path, dev
     assert done.stdout.split() == ["exported", "compiled", "loaded", "right", "right"]
 
 
-def packaged(layer: str, device: Device, folder: Path) -> subprocess.CompletedProcess[str]:
+def packaged(layer, device, folder):
     folder.mkdir(exist_ok=True)
     program = PACKAGED.format(layer=layer, device=device.name, path=str(folder / "layer.pt2"))
     return subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=140)
 
 
-def test_the_operators_are_there_without_a_call() -> None:
+def test_the_operators_are_there_without_a_call():
     program = f"import portattn, torch; print([hasattr(torch.ops.portattn, op) for op in {list(ROWS)}])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert done.stdout.strip() == str([True] * len(ROWS)), done.stderr
 
 
 @pytest.mark.parametrize("op", SIGNATURES)
-def test_a_signature_writes_and_reads_the_same(op: str) -> None:
+def test_a_signature_writes_and_reads_the_same(op):
     signature = SIGNATURES[op]
     row = ROWS[op]
     special: dict[str, Any] = {"causal": "top_left", "window": (3, -1), "magicpig": (4, 5), "block_size": (64, 32)}
@@ -188,10 +186,10 @@ def test_a_signature_writes_and_reads_the_same(op: str) -> None:
     assert signature.split(arguments_of(op, tensors, values, row.lengths)) == (tensors, values, row.lengths)
 
 
-def test_a_window_without_limits_and_flags_are_written_as_the_schema_has_them(device: Device) -> None:
+def test_a_window_without_limits_and_flags_are_written_as_the_schema_has_them(device):
     q = torch.randn(1, 2, 8, 16, device=device.name)
 
-    def call(q: torch.Tensor) -> Any:
+    def call(q):
         return portattn.attention(q, q, q, window=(None, 2), causal=True)
 
     graph = RECORDERS["make_fx, real"](call, (q,))
@@ -201,12 +199,12 @@ def test_a_window_without_limits_and_flags_are_written_as_the_schema_has_them(de
     assert same(graph(q), call(q))
 
 
-def test_a_page_table_may_be_in_a_graph(device: Device) -> None:
+def test_a_page_table_may_be_in_a_graph(device):
     ints = [torch.tensor(v, dtype=torch.int32, device=device.name) for v in ([[3, 1], [0, -1]], [2, 1], [3, 2])]
     table = portattn.PageTable(*ints)
     pages, q = torch.randn(4, 8, 2, 16, device=device.name), torch.randn(2, 4, 1, 16, device=device.name)
 
-    def call(q: torch.Tensor, pages: torch.Tensor) -> Any:
+    def call(q, pages):
         return portattn.paged_attention(q, pages, pages, table)
 
     torch._dynamo.reset()
@@ -218,7 +216,7 @@ def test_a_page_table_may_be_in_a_graph(device: Device) -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_gradients_of_a_compiled_call(name: str, device: Device) -> None:
+def test_gradients_of_a_compiled_call(name, device):
     """And memory that a gradient was not written to is none of them: NaN everywhere before."""
     model, tensors = a_model(name, device, sinks=True)
     model.arguments |= differentiable(model.op)
@@ -235,18 +233,17 @@ def test_gradients_of_a_compiled_call(name: str, device: Device) -> None:
         torch.testing.assert_close(found[1][key], expected, msg=lambda text, key=key: f"{key}: {text}")
 
 
-def test_only_what_needs_a_gradient_gets_one(device: Device) -> None:
+def test_only_what_needs_a_gradient_gets_one(device):
     q, k, v = (torch.randn(1, 2, 8, 16, device=device.name) for _ in range(3))
     v.requires_grad_()
     torch._dynamo.reset()
     torch.compile(portattn.attention, backend="aot_eager", fullgraph=True)(q, k, v).sum().backward()
-    assert v.grad is not None
     assert q.grad is None
     assert k.grad is None
     torch.testing.assert_close(v.grad, torch.autograd.grad(portattn.attention(q, k, v).sum(), v)[0])
 
 
-def test_bad_arguments_are_named_while_compiling(device: Device) -> None:
+def test_bad_arguments_are_named_while_compiling(device):
     q = torch.randn(2, 2, 8, 16, device=device.name)
     for call, words in (
         (lambda q: portattn.attention(q, q[:1], q), "k's batch is 1, but must be q's, 2"),
@@ -261,10 +258,10 @@ def test_bad_arguments_are_named_while_compiling(device: Device) -> None:
 
 @pytest.mark.parametrize("captures", [False, True])
 @pytest.mark.parametrize("way", ["tensor", "item", "NumPy"])
-def test_a_scale_that_a_graph_holds_is_read(way: str, captures: bool, device: Device) -> None:
+def test_a_scale_that_a_graph_holds_is_read(way, captures, device):
     q = torch.randn(1, 2, 5, 16, device=device.name)
 
-    def attend(q: torch.Tensor, scale: Any) -> torch.Tensor:
+    def attend(q, scale):
         return portattn.attention(q, q, q, scale=scale.item() if way == "item" else scale)
 
     with torch._dynamo.config.patch(capture_scalar_outputs=captures):
@@ -279,7 +276,7 @@ def test_a_scale_that_a_graph_holds_is_read(way: str, captures: bool, device: De
                 torch.compile(attend, backend="eager", fullgraph=True)(q, given)
 
 
-def test_the_model_of_the_tests_gives_its_tensors_anew(device: Device) -> None:
+def test_the_model_of_the_tests_gives_its_tensors_anew(device):
     model, tensors = a_model("attention", device)
     assert isinstance(model, Model)
     assert not same(model(*(t * 2 if t.is_floating_point() else t for t in tensors)), model(*tensors))
@@ -303,7 +300,7 @@ LATE = {
 
 
 @pytest.mark.parametrize("way", LATE)
-def test_the_operators_are_there_however_torch_was_imported(way: str) -> None:
+def test_the_operators_are_there_however_torch_was_imported(way):
     program = "import warnings\nwarnings.simplefilter('error', RuntimeWarning)\n" + textwrap.dedent(LATE[way])
     program += "\nprint(torch.ops.portattn.attention.default)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)

@@ -1,11 +1,9 @@
 """Training calls: gradients by portattn's kernels through autograd, against those of the reference path."""
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from support import Device
 from torch.utils import checkpoint
 from training_calls import KERNELS, gradients, leaf, qkv
 
@@ -14,12 +12,12 @@ from portattn.api import torch_ops_impl, training
 
 
 @pytest.fixture(autouse=True)
-def on_a_cpu(device: Device) -> None:
+def on_a_cpu(device):
     if device.path != "interpreter":
         pytest.skip("on an accelerator test_ops_gpu.py has these")
 
 
-def same(call: Callable[[str], Any], inputs: list[torch.Tensor], atol: float = 1e-5) -> None:
+def same(call, inputs, atol=1e-5):
     found, expected = gradients(call, inputs, KERNELS), gradients(call, inputs, "reference")
     assert portattn.last_plan().path == "reference"
     for ours, right, tensor in zip(found, expected, inputs, strict=True):
@@ -32,10 +30,10 @@ def same(call: Callable[[str], Any], inputs: list[torch.Tensor], atol: float = 1
     "fields", [{}, {"causal": True}, {"causal": "top_left", "window": (4, 0)}, {"softcap": 3.0, "return_lse": True},
                {"scale": -0.7}], ids=str,
 )  # fmt: skip
-def test_dense(fields: dict[str, Any], layout: str) -> None:
+def test_dense(fields, layout):
     inputs = qkv()
 
-    def call(backend: str) -> Any:
+    def call(backend):
         given = inputs if layout == "bhsd" else [t.transpose(1, 2) for t in inputs]
         return portattn.attention(*given, layout=layout, backend=backend, **fields)
 
@@ -44,7 +42,7 @@ def test_dense(fields: dict[str, Any], layout: str) -> None:
 
 @pytest.mark.parametrize("backend", [KERNELS, "reference"])
 @pytest.mark.parametrize("sinks", [False, True])
-def test_queries_that_a_mask_hides_from_all_keys_hold_nan(backend: str, sinks: bool) -> None:
+def test_queries_that_a_mask_hides_from_all_keys_hold_nan(backend, sinks):
     """With a sink such a row attends something. What its query holds changes no bit of any gradient."""
     inputs, mask = [*qkv(), leaf(4)], torch.ones(9, 13, dtype=torch.bool)
     mask[2::5] = False
@@ -55,12 +53,11 @@ def test_queries_that_a_mask_hides_from_all_keys_hold_nan(backend: str, sinks: b
             inputs[0][:, :, 2::5] = value
         out = portattn.attention(*inputs[:3], **given)
         found.append([out, *torch.autograd.grad(out.square().sum(), inputs[:3] + inputs[3:] * sinks)])
-    for ours, theirs in zip(*found, strict=True):
-        assert torch.equal(ours, theirs)
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("backend", [KERNELS, "reference"])
-def test_a_sequence_s_nan_is_not_in_the_slopes_gradient_of_others(backend: str) -> None:
+def test_a_sequence_s_nan_is_not_in_the_slopes_gradient_of_others(backend):
     lengths, slopes = torch.tensor([0, 5, 5, 12, 20], dtype=torch.int32), leaf(4, 2)
     inputs = [leaf(20, 2, 16), leaf(20, 2, 16), leaf(20, 2, 16)]
     found = []
@@ -77,7 +74,7 @@ def test_a_sequence_s_nan_is_not_in_the_slopes_gradient_of_others(backend: str) 
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 4)], ids=str)
-def test_slopes_and_sinks(shape: tuple[int, ...]) -> None:
+def test_slopes_and_sinks(shape):
     inputs = [*qkv(1), torch.rand(shape).requires_grad_(), leaf(4)]
     same(
         lambda b: portattn.attention(
@@ -88,7 +85,7 @@ def test_slopes_and_sinks(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("shape", [(2, 4, 9, 13), (9, 13), (1, 4, 1, 13), (4, 1, 1), (2, 1, 9, 1), (1,)], ids=str)
-def test_a_bias_of_any_broadcast_shape(shape: tuple[int, ...]) -> None:
+def test_a_bias_of_any_broadcast_shape(shape):
     inputs = [*qkv(), leaf(*shape)]
     same(lambda b: portattn.attention(*inputs[:3], bias=inputs[3], causal=True, backend=b), inputs, atol=3e-5)
     small = leaf(1, 4, 1, 13)  # expanded: the gradient is of the expanded tensor
@@ -97,7 +94,7 @@ def test_a_bias_of_any_broadcast_shape(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("slopes", [(4,), (3, 4)], ids=str)
-def test_packed(slopes: tuple[int, ...]) -> None:
+def test_packed(slopes):
     inputs = [leaf(20, 4, 16), leaf(31, 2, 16), leaf(31, 2, 16), torch.rand(slopes).requires_grad_(), leaf(4)]
     cu_q, cu_k = (torch.tensor(ends, dtype=torch.int32) for ends in ([0, 7, 7, 18], [0, 9, 14, 29]))
     same(
@@ -109,7 +106,7 @@ def test_packed(slopes: tuple[int, ...]) -> None:
     )  # fmt: skip
 
 
-def test_padding_may_hold_nan() -> None:
+def test_padding_may_hold_nan():
     q, k, v = qkv()
     lengths = {
         "seqlens_q": torch.tensor([9, 5], dtype=torch.int32), "seqlens_k": torch.tensor([6, 13], dtype=torch.int32),
@@ -124,7 +121,7 @@ def test_padding_may_hold_nan() -> None:
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
-def test_a_tensor_without_axes_is_named(place: int) -> None:
+def test_a_tensor_without_axes_is_named(place):
     """Also after a call that was trained: what is known of that one is asked first."""
     tensors = [torch.randn(1, 2, 5, 16, requires_grad=True) for _ in range(3)]
     portattn.attention(*tensors, backend=KERNELS).sum().backward()
@@ -133,12 +130,12 @@ def test_a_tensor_without_axes_is_named(place: int) -> None:
         portattn.attention(*tensors, backend=KERNELS)
 
 
-def test_a_node_has_the_tensors_that_are_given_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_has_the_tensors_that_are_given_alone(monkeypatch):
     """torch handles each argument of a node by itself; gradients come back in the right places all the same."""
     seen: list[int] = []
     apply = training._Call.apply
 
-    def counted(about: Any, *given: Any) -> Any:
+    def counted(about, *given):
         seen.append(len(given))
         return apply(about, *given)
 
@@ -152,11 +149,10 @@ def test_a_node_has_the_tensors_that_are_given_alone(monkeypatch: pytest.MonkeyP
         tensor.grad = None
     portattn.attention(q, k, v, sinks=sinks, backend="reference").sum().backward()
     for mine, tensor in zip(ours, (q, k, v, sinks), strict=True):
-        assert mine is not None
         torch.testing.assert_close(mine, tensor.grad, atol=1e-5, rtol=1e-4)
 
 
-def test_gradients_are_asked_of_some_alone() -> None:
+def test_gradients_are_asked_of_some_alone():
     q, k, v = qkv()
     for inputs in ([q], [k], [v], [q, v]):
         for tensor in (q, k, v):
@@ -165,13 +161,13 @@ def test_gradients_are_asked_of_some_alone() -> None:
 
 
 @pytest.mark.usefixtures("nan_in_new_memory")
-def test_the_gradient_of_the_lse_alone() -> None:
+def test_the_gradient_of_the_lse_alone():
     q, k, v = qkv()
     same(lambda b: portattn.attention(q, k, v, causal=True, return_lse=True, backend=b)[1], [q, k])
 
 
 @pytest.mark.parametrize("result", ["out", "lse"])
-def test_gradients_that_are_views_to_be_negated(result: str) -> None:
+def test_gradients_that_are_views_to_be_negated(result):
     q, k, v = qkv()
     results = portattn.attention(q, k, v, return_lse=True, backend=KERNELS)
     chosen = results[0] if result == "out" else results[1]
@@ -180,23 +176,21 @@ def test_gradients_that_are_views_to_be_negated(result: str) -> None:
     assert view.is_neg()
     assert view.is_contiguous()
     found, expected = (torch.autograd.grad(chosen, (q, k), g, retain_graph=True) for g in (view, -towards))
-    for ours, right in zip(found, expected, strict=True):
-        assert torch.equal(ours, right)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("result", [0, 1], ids=["out", "lse"])
-def test_a_sum_has_a_gradient_without_strides(result: int) -> None:
+def test_a_sum_has_a_gradient_without_strides(result):
     q, k, v = qkv()
     found, expected = (
         torch.autograd.grad(portattn.attention(q, k, v, return_lse=True, backend=b)[result].sum(), (q, k))
         for b in (KERNELS, "reference")
     )
-    for ours, right in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, right, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
 @pytest.fixture
-def nan_in_new_memory() -> Iterator[None]:
+def nan_in_new_memory():
     """torch fills what it allocates with NaN."""
     torch.use_deterministic_algorithms(True)
     yield
@@ -205,7 +199,7 @@ def nan_in_new_memory() -> Iterator[None]:
 
 @pytest.mark.usefixtures("nan_in_new_memory")
 @pytest.mark.parametrize("is_packed", [False, True])
-def test_keys_without_queries_have_gradients_of_zero(is_packed: bool) -> None:
+def test_keys_without_queries_have_gradients_of_zero(is_packed):
     assert torch.utils.deterministic.fill_uninitialized_memory
     rows = (13,) if is_packed else (2,)
     axes = (2,) if is_packed else (2, 13)
@@ -221,12 +215,12 @@ def test_keys_without_queries_have_gradients_of_zero(is_packed: bool) -> None:
         torch.testing.assert_close(gradient, torch.zeros_like(tensor))
 
 
-def test_one_tensor_as_queries_keys_and_values() -> None:
+def test_one_tensor_as_queries_keys_and_values():
     x = leaf(2, 3, 8, 16)
     same(lambda b: portattn.attention(x, x, x, causal=True, backend=b), [x])
 
 
-def test_second_derivatives_are_refused_by_name_and_the_reference_has_them() -> None:
+def test_second_derivatives_are_refused_by_name_and_the_reference_has_them():
     q, k, v = qkv()
     (first,) = torch.autograd.grad(portattn.attention(q, k, v, backend=KERNELS).sin().sum(), [q], create_graph=True)
     with pytest.raises(portattn.TracingError, match=r"attention: second derivatives .* backend='reference'"):
@@ -236,7 +230,7 @@ def test_second_derivatives_are_refused_by_name_and_the_reference_has_them() -> 
     assert torch.isfinite(q.grad).all()
 
 
-def test_dropout_drops_what_its_seed_says_forward_and_backward() -> None:
+def test_dropout_drops_what_its_seed_says_forward_and_backward():
     inputs, seed = qkv(), torch.tensor([41])
     same(lambda b: portattn.attention(*inputs, dropout_p=0.4, dropout_seed=seed, causal=True, backend=b), inputs)
     mask = portattn.dropout_mask(seed, 0.4, 2, 4, 9, 13)
@@ -247,7 +241,7 @@ def test_dropout_drops_what_its_seed_says_forward_and_backward() -> None:
     torch.testing.assert_close(found, p @ v.repeat_interleave(2, 1), atol=1e-5, rtol=1e-4)
 
 
-def test_a_seed_is_drawn_from_torchs_generator() -> None:
+def test_a_seed_is_drawn_from_torchs_generator():
     inputs = qkv()
     found = []
     for seed in (1, 1, 2):
@@ -263,10 +257,10 @@ def test_a_seed_is_drawn_from_torchs_generator() -> None:
     [{}, {"dropout_p": 0.3}, {"softcap": 3.0}, *({"dropout_p": 0.5, "backend": b} for b in (KERNELS, "reference"))],
     ids=str,
 )
-def test_a_checkpoint_on_a_cpu_has_the_calls_gradients(fields: dict[str, Any], reentrant: bool) -> None:
+def test_a_checkpoint_on_a_cpu_has_the_calls_gradients(fields, reentrant):
     q, k, v = qkv()
 
-    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def call(q, k, v):
         return portattn.attention(q, k, v, causal=True, **fields)
 
     found = []
@@ -275,12 +269,11 @@ def test_a_checkpoint_on_a_cpu_has_the_calls_gradients(fields: dict[str, Any], r
         torch.manual_seed(5)
         run(q, k, v).square().sum().backward()
         found.append([t.grad for t in (q, k, v)])
-    for ours, right in zip(*found, strict=True):
-        torch.testing.assert_close(ours, right, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(*found, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("backend", [KERNELS, "reference"])
-def test_what_is_kept_for_the_backward_pass_is_fetched_once(backend: str) -> None:
+def test_what_is_kept_for_the_backward_pass_is_fetched_once(backend):
     """A hook may have moved it elsewhere: each time that it is fetched costs as much as the first."""
     q, k, v = qkv()
     packed: list[torch.Tensor] = []
@@ -291,7 +284,7 @@ def test_what_is_kept_for_the_backward_pass_is_fetched_once(backend: str) -> Non
     assert len(packed) == len(unpacked) > 0
 
 
-def test_autocast_gives_gradients_in_the_dtypes_of_the_tensors() -> None:
+def test_autocast_gives_gradients_in_the_dtypes_of_the_tensors():
     inputs = qkv()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = portattn.attention(*inputs, causal=True, backend=KERNELS)
@@ -299,11 +292,10 @@ def test_autocast_gives_gradients_in_the_dtypes_of_the_tensors() -> None:
     found = torch.autograd.grad(out.float().sum(), inputs)
     assert all(gradient.dtype is torch.float32 for gradient in found)
     expected = torch.autograd.grad(portattn.attention(*inputs, causal=True, backend="reference").sum(), inputs)
-    for ours, right in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, right, atol=0.05, rtol=0.05)
+    torch.testing.assert_close(found, expected, atol=0.05, rtol=0.05)
 
 
-def test_a_compiled_call_has_the_eager_ones_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_call_has_the_eager_ones_gradients(monkeypatch):
     inputs = qkv()
     torch._dynamo.reset()
     compiled = torch.compile(
@@ -316,7 +308,7 @@ def test_a_compiled_call_has_the_eager_ones_gradients(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("backend", [KERNELS, "reference"])
-def test_gradients_of_several_results_at_once(backend: str) -> None:
+def test_gradients_of_several_results_at_once(backend):
     q, k, v = qkv()
     out, lse = portattn.attention(q, k, v, causal=True, return_lse=True, backend=backend)
     towards, of_lse = torch.randn(3, *out.shape), torch.randn(3, *lse.shape)
@@ -327,10 +319,10 @@ def test_gradients_of_several_results_at_once(backend: str) -> None:
             torch.testing.assert_close(ours[i], right, atol=1e-5, rtol=1e-4)
 
 
-def test_vmap_of_gradients() -> None:
+def test_vmap_of_gradients():
     inputs = [torch.randn(3, 1, 2, 5, 16) for _ in range(3)]
 
-    def loss(*tensors: torch.Tensor) -> torch.Tensor:
+    def loss(*tensors):
         return portattn.attention(*tensors, causal=True, backend=KERNELS).sin().sum()
 
     found = torch.func.vmap(torch.func.grad(loss, argnums=(0, 1, 2)))(*inputs)
@@ -339,7 +331,7 @@ def test_vmap_of_gradients() -> None:
         torch.testing.assert_close(ours, torch.stack(right), atol=1e-6, rtol=1e-5)
 
 
-def test_a_training_call_keeps_its_inputs_its_result_and_an_lse() -> None:
+def test_a_training_call_keeps_its_inputs_its_result_and_an_lse():
     q, k, v = qkv()
     saved: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
@@ -348,7 +340,7 @@ def test_a_training_call_keeps_its_inputs_its_result_and_an_lse() -> None:
     assert sum(t.numel() for t in kept) == q.numel() + k.numel() + v.numel() + out.numel() + 2 * 4 * 9
 
 
-def test_a_seed_of_another_kind_is_refused() -> None:
+def test_a_seed_of_another_kind_is_refused():
     q, k, v = qkv()
     for seed, words in (
         (7, r"dropout_seed is 'int', but must be an int64 torch\.Tensor"),
@@ -359,7 +351,7 @@ def test_a_seed_of_another_kind_is_refused() -> None:
             portattn.attention(q, k, v, dropout_p=0.1, dropout_seed=seed)
 
 
-def test_a_run_of_a_handle_has_gradients() -> None:
+def test_a_run_of_a_handle_has_gradients():
     inputs = qkv()
     handle = portattn.prepare("attention", *inputs, causal=True, backend=KERNELS)
     found = gradients(lambda b: handle.run(*inputs, causal=True, backend=KERNELS), inputs, "")
@@ -367,11 +359,11 @@ def test_a_run_of_a_handle_has_gradients() -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def test_leaves_inside_a_transform_of_other_tensors_keep_their_graph() -> None:
+def test_leaves_inside_a_transform_of_other_tensors_keep_their_graph():
     """Parameters that a function closes over, while torch.func differentiates by something else."""
     inputs = qkv()
 
-    def loss(factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def loss(factor):
         out = portattn.attention(*inputs, causal="bottom_right", backend=KERNELS)
         return (factor * out).sum(), out
 

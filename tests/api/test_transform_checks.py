@@ -2,13 +2,11 @@
 
 import functools
 import warnings
-from typing import Any
 
 import pytest
 import torch
 from graphs import RECORDERS, a_model, same
 from opcalls import CALLS
-from support import Device
 from torch._subclasses import FakeTensorMode
 from torch.utils import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -19,18 +17,18 @@ from portattn.launch import cache
 HANDLES = {n: r for n, r in RECORDERS.items() if "compile" not in n and "strict" not in n}
 
 
-def qkv(device: Device, rows: int = 6) -> list[torch.Tensor]:
+def qkv(device, rows=6):
     return [torch.randn(2, 4, rows, 16, device=device.name) for _ in range(3)]
 
 
 @pytest.mark.parametrize("recorder", HANDLES)
-def test_a_recorded_run_of_a_handle_raises(recorder: str, device: Device, kept: str) -> None:
+def test_a_recorded_run_of_a_handle_raises(recorder, device, kept):
     q, k, v = qkv(device)
     handle = portattn.prepare("attention", q, k, v)
     expected = handle.run(q, k, v)
 
     class Run(torch.nn.Module):
-        def forward(self, *tensors: torch.Tensor) -> Any:
+        def forward(self, *tensors):
             return handle.run(*tensors)
 
     with pytest.raises(portattn.TracingError, match="cannot record the run of a handle"):
@@ -38,7 +36,7 @@ def test_a_recorded_run_of_a_handle_raises(recorder: str, device: Device, kept: 
     assert torch.equal(handle.run(q, k, v), expected)
 
 
-def test_a_transformed_run_of_a_handle_raises(device: Device) -> None:
+def test_a_transformed_run_of_a_handle_raises(device):
     q, k, v = qkv(device)
     handle = portattn.prepare("attention", q, k, v)
     with pytest.raises(portattn.TracingError, match=r"torch\.func cannot transform the run of a handle"):
@@ -48,15 +46,15 @@ def test_a_transformed_run_of_a_handle_raises(device: Device) -> None:
 class Counting:
     """A compiler that keeps graphs as they are."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.graphs: list[torch.fx.GraphModule] = []
 
-    def __call__(self, graph: torch.fx.GraphModule, tensors: Any) -> Any:
+    def __call__(self, graph, tensors):
         self.graphs.append(graph)
         return graph
 
 
-def test_a_run_of_a_handle_divides_a_compiled_graph_in_two(device: Device) -> None:
+def test_a_run_of_a_handle_divides_a_compiled_graph_in_two(device):
     q, k, v = qkv(device)
     handle, counting = portattn.prepare("attention", q, k, v), Counting()
     torch._dynamo.reset()
@@ -65,7 +63,7 @@ def test_a_run_of_a_handle_divides_a_compiled_graph_in_two(device: Device) -> No
     assert len(counting.graphs) == 2  # before it and after it: nothing of the run is traced
 
 
-def test_dropout_is_part_of_a_compiled_graph(device: Device) -> None:
+def test_dropout_is_part_of_a_compiled_graph(device):
     q, k, v = qkv(device)
     counting = Counting()
     torch._dynamo.reset()
@@ -78,9 +76,9 @@ def test_dropout_is_part_of_a_compiled_graph(device: Device) -> None:
 
 
 @pytest.mark.parametrize("recorder", HANDLES)
-def test_a_graph_drops_by_the_seed_that_it_is_given(recorder: str, device: Device) -> None:
+def test_a_graph_drops_by_the_seed_that_it_is_given(recorder, device):
     class Dropping(torch.nn.Module):
-        def forward(self, *tensors: torch.Tensor) -> Any:
+        def forward(self, *tensors):
             *qkv, seed = tensors
             return portattn.attention(*qkv, dropout_p=0.5, dropout_seed=seed)
 
@@ -92,7 +90,7 @@ def test_a_graph_drops_by_the_seed_that_it_is_given(recorder: str, device: Devic
     assert not same(recorded(*tensors, first), recorded(*tensors, second))
 
 
-def test_an_unknown_argument_is_answered_inside_of_compile(device: Device) -> None:
+def test_an_unknown_argument_is_answered_inside_of_compile(device):
     q, _, _ = qkv(device)
     torch._dynamo.reset()
     with pytest.raises(portattn.UnknownArgument, match="is_causal=True -> causal"):
@@ -100,7 +98,7 @@ def test_an_unknown_argument_is_answered_inside_of_compile(device: Device) -> No
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_fake_tensors_tell_shapes(name: str, device: Device) -> None:
+def test_fake_tensors_tell_shapes(name, device):
     model, tensors = a_model(name, device)
     expected = model(*tensors)
     with FakeTensorMode() as mode:
@@ -113,7 +111,7 @@ def test_fake_tensors_tell_shapes(name: str, device: Device) -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_meta_tensors_tell_shapes(name: str, device: Device) -> None:
+def test_meta_tensors_tell_shapes(name, device):
     model, tensors = a_model(name, device)
     found = model(*(t.to("meta") for t in tensors))
     for meta, real in zip(found, model(*tensors), strict=True):
@@ -122,7 +120,7 @@ def test_meta_tensors_tell_shapes(name: str, device: Device) -> None:
 
 
 @pytest.mark.parametrize("bad", ["fake", "meta"])
-def test_bad_arguments_are_named_without_data(bad: str, device: Device) -> None:
+def test_bad_arguments_are_named_without_data(bad, device):
     q = torch.empty(2, 4, 6, 16, device="meta" if bad == "meta" else device.name)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode, pytest.raises(portattn.ArgumentError, match="k's batch is 1, but must be q's, 2"):
@@ -135,7 +133,7 @@ FLOPS = {  # pairs of query and key rows, in all heads; D = 16 and Dv = 24, of l
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_flops_are_counted(name: str, device: Device) -> None:
+def test_flops_are_counted(name, device):
     model, tensors = a_model(name, device)
     given = dict(zip(model.names, tensors, strict=True))
     if name == "varlen":
@@ -154,7 +152,7 @@ def test_flops_are_counted(name: str, device: Device) -> None:
     assert pairs > 0
 
 
-def test_flops_of_the_backward_pass_and_of_fakes(device: Device) -> None:
+def test_flops_of_the_backward_pass_and_of_fakes(device):
     """torch's own convention: scores are computed again, five products in all; causal masks are passed over."""
     q, k, v = (t.requires_grad_() for t in qkv(device))
     with FlopCounterMode(display=False) as counter:
@@ -170,20 +168,19 @@ CASTS = {"float32": torch.bfloat16, "bfloat16": torch.bfloat16, "float16": torch
 
 
 @pytest.mark.parametrize("dtype", CASTS)
-def test_autocast_is_as_of_torchs_attention(dtype: str, device: Device) -> None:
+def test_autocast_is_as_of_torchs_attention(dtype, device):
     q, k, v = (t.to(getattr(torch, dtype)) for t in qkv(device))
     bias = torch.randn(6, 6, device=device.name)
     with torch.autocast(device.name, dtype=torch.bfloat16):
         found = portattn.attention(q, k, v, bias=bias)
         theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias)
     assert found.dtype == theirs.dtype == torch.bfloat16
-    lower = [t.bfloat16() for t in (q, k, v)]
-    assert same(found, portattn.attention(*lower, bias=bias))
+    assert same(found, portattn.attention(*[t.bfloat16() for t in (q, k, v)], bias=bias))
     torch.testing.assert_close(found, theirs, atol=0.05, rtol=0.05)
 
 
-def test_autocast_of_gradients_and_of_compiled_calls(device: Device) -> None:
-    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+def test_autocast_of_gradients_and_of_compiled_calls(device):
+    def call(q, k, v):
         with torch.autocast(device.name, dtype=torch.bfloat16):
             return portattn.attention(q, k, v, causal=True)
 
@@ -198,7 +195,7 @@ def test_autocast_of_gradients_and_of_compiled_calls(device: Device) -> None:
     torch.testing.assert_close(gradients[1], gradients[0], atol=0.02, rtol=0.02)
 
 
-def test_autocast_leaves_what_may_be_float32_alone(device: Device) -> None:
+def test_autocast_leaves_what_may_be_float32_alone(device):
     """Slopes and weights are taken in float32 only; a latent cache stays one tensor, read once."""
     for name in ("attention", "sparse", "mla"):
         model, tensors = a_model(name, device, alibi_slopes=True, sinks=True)
@@ -210,7 +207,7 @@ def test_autocast_leaves_what_may_be_float32_alone(device: Device) -> None:
 
 
 @pytest.mark.parametrize("guards", ["torch's", "plain"])
-def test_autocast_of_a_call_that_is_kept(guards: str, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_autocast_of_a_call_that_is_kept(guards, device, monkeypatch):
     """A kept call of float32 is none of autocast's, and one that autocast cast is none of float32's."""
     if guards == "plain":
         monkeypatch.setattr("portattn.launch.torch_compat._usable", lambda: False)
@@ -226,16 +223,16 @@ def test_autocast_of_a_call_that_is_kept(guards: str, device: Device, monkeypatc
     cache.forget()
 
 
-def test_autocast_switched_off_inside_is_off(device: Device) -> None:
+def test_autocast_switched_off_inside_is_off(device):
     q, k, v = qkv(device)
     with torch.autocast(device.name, dtype=torch.bfloat16), torch.autocast(device.name, enabled=False):
         assert portattn.attention(q, k, v).dtype == torch.float32
 
 
-def test_a_checkpointed_call(device: Device) -> None:
+def test_a_checkpointed_call(device):
     q, k, v = qkv(device)
 
-    def layer(q: torch.Tensor) -> torch.Tensor:
+    def layer(q):
         return portattn.attention(q.sin(), k, v).cos()
 
     gradients = []
@@ -246,17 +243,17 @@ def test_a_checkpointed_call(device: Device) -> None:
     torch.testing.assert_close(gradients[1], gradients[0])
 
 
-def test_selective_checkpointing_names_the_operator(device: Device) -> None:
+def test_selective_checkpointing_names_the_operator(device):
     q, k, v = qkv(device)
     seen: dict[bool, list[str]] = {True: [], False: []}
 
-    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> checkpoint.CheckpointPolicy:
+    def policy(context, operator, *args, **kwargs):
         seen[context.is_recompute].append(str(operator))
         if operator == torch.ops.portattn.attention.default:
             return checkpoint.CheckpointPolicy.MUST_SAVE
         return checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
 
-    def layer(q: torch.Tensor) -> torch.Tensor:
+    def layer(q):
         return portattn.attention(q.sin(), k, v).cos()
 
     contexts = functools.partial(checkpoint.create_selective_checkpoint_contexts, policy)
@@ -267,7 +264,7 @@ def test_selective_checkpointing_names_the_operator(device: Device) -> None:
     assert seen[False].count("portattn.attention.default") == 1
 
 
-def test_inference_mode(device: Device) -> None:
+def test_inference_mode(device):
     q, k, v = qkv(device)
     with torch.inference_mode():
         found = portattn.attention(q, k, v)
@@ -275,7 +272,7 @@ def test_inference_mode(device: Device) -> None:
     assert same(found.clone(), portattn.attention(q, k, v))
 
 
-def test_dropout_runs_where_a_mode_only_looks_on(device: Device) -> None:
+def test_dropout_runs_where_a_mode_only_looks_on(device):
     q, k, v = (t.requires_grad_() for t in qkv(device))
     torch.manual_seed(5)
     expected = portattn.attention(q, k, v, dropout_p=0.5)
@@ -285,22 +282,22 @@ def test_dropout_runs_where_a_mode_only_looks_on(device: Device) -> None:
     torch.testing.assert_close(found, expected)
 
 
-def test_plans_are_of_what_autocast_casts(device: Device) -> None:
+def test_plans_are_of_what_autocast_casts(device):
     q, k, v = qkv(device)
     with torch.autocast(device.name, dtype=torch.bfloat16):
         assert portattn.plan("attention", q, k, v).problem.dtype == "bf16"
     assert portattn.plan("attention", q, k, v).problem.dtype == "fp32"
 
 
-def test_a_compiled_call_warns_where_its_caches_are_views_of_one_tensor() -> None:
+def test_a_compiled_call_warns_where_its_caches_are_views_of_one_tensor():
     """torch gives wrong numbers then, without a word, and not in each case: the test is of the warning alone."""
     tokens, slots = torch.randn(3, 2, 16), torch.tensor([1, 5, 9])
 
-    def fill(k_pages: torch.Tensor, v_pages: torch.Tensor) -> torch.Tensor:
+    def fill(k_pages, v_pages):
         portattn.write_pages(tokens, tokens, k_pages, v_pages, slots)
         return k_pages.sum()
 
-    def views(cache: torch.Tensor) -> torch.Tensor:
+    def views(cache):
         return fill(cache[:, 0], cache[:, 1])
 
     both = torch.zeros(4, 2, 4, 2, 16)

@@ -5,8 +5,8 @@ import re
 import subprocess
 import sys
 import types
+import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,26 +17,28 @@ from portattn.backends import BUILTIN
 from portattn.backends.ascend import AscendBackend
 from portattn.backends.cuda import CudaBackend
 from portattn.backends.rocm import RocmBackend
+from portattn.cli import doctor
+from portattn.planning import registry
 from portattn.planning.registry import load_arches
 
 
-def test_importing_the_backends_touches_no_framework() -> None:
+def test_importing_the_backends_touches_no_framework():
     script = "import sys, portattn.backends; print([m for m in ('torch', 'torch_npu', 'triton') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+def gpu(monkeypatch):
     """A torch that has one GPU with the given runtime and properties; index 0 only."""
 
-    def install(runtime: str, **properties: Any) -> None:
+    def install(runtime, **properties):
         monkeypatch.setattr(torch.version, "cuda", "12.8" if runtime == "cuda" else None)
         monkeypatch.setattr(torch.version, "hip", "6.4.43484-123eb5128" if runtime == "hip" else None)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
 
-        def get(index: int) -> Any:
+        def get(index):
             if index != 0:
                 raise AssertionError("Invalid device id")
             return types.SimpleNamespace(**properties)
@@ -47,8 +49,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("backend", [CudaBackend(), RocmBackend()])
-def test_no_device_no_initialisation(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(*_: Any) -> None:
+def test_no_device_no_initialisation(backend, monkeypatch):
+    def never(*_):
         raise SystemError("a device was touched")
 
     monkeypatch.setattr(torch.cuda, "_lazy_init", never)
@@ -77,7 +79,7 @@ def test_no_device_no_initialisation(backend: Any, monkeypatch: pytest.MonkeyPat
         ((13, 0), None),
     ],
 )
-def test_cuda_capabilities(capability: tuple[int, int], arch: str | None, gpu: Any) -> None:
+def test_cuda_capabilities(capability, arch, gpu):
     gpu("cuda", major=capability[0], minor=capability[1])
     assert CudaBackend().detect() == arch
     assert CudaBackend().detect(0) == arch
@@ -98,14 +100,14 @@ def test_cuda_capabilities(capability: tuple[int, int], arch: str | None, gpu: A
         ("gfx803", None),
     ],
 )
-def test_rocm_names(gcn: str, arch: str | None, gpu: Any) -> None:
+def test_rocm_names(gcn, arch, gpu):
     gpu("hip", gcnArchName=gcn)
     assert RocmBackend().detect() == arch
     assert CudaBackend().detect() is None
 
 
-def test_a_driver_that_fails_is_no_device(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(_: int) -> None:
+def test_a_driver_that_fails_is_no_device(gpu, monkeypatch):
+    def broken(_):
         raise RuntimeError("The NVIDIA driver on your system is too old")
 
     gpu("cuda", major=9, minor=0)
@@ -113,7 +115,7 @@ def test_a_driver_that_fails_is_no_device(gpu: Any, monkeypatch: pytest.MonkeyPa
     assert CudaBackend().detect() is None
 
 
-def test_other_errors_are_not_swallowed(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_errors_are_not_swallowed(gpu, monkeypatch):
     gpu("cuda")  # properties without `major`: a fault of ours, not of the machine
     with pytest.raises(AttributeError):
         CudaBackend().detect()
@@ -123,13 +125,34 @@ def test_other_errors_are_not_swallowed(gpu: Any, monkeypatch: pytest.MonkeyPatc
     ("device", "arch"),
     [
         ("Ascend910B1", "ascend910b1"), ("Ascend910B2C", "ascend910b2"), ("Ascend910B3", "ascend910b3"),
-        ("Ascend910B4-1", "ascend910b4"), ("Ascend910_9382", "ascend910_93"), ("Ascend910_9362", "ascend910_93"),
+        ("Ascend910B4-1", "ascend910b4"), ("Ascend910_9382", "ascend910_93"), ("Ascend910_9363", "ascend910_93"),
         ("Ascend310P3", "ascend310p"), ("Ascend910B", None), ("Ascend910A", None), ("Ascend910ProB", None),
-        ("Ascend910_9589", "ascend910_95"), ("Ascend950DT_9571", None), ("Ascend310B4", None),
+        ("Ascend910_9589", "ascend910_95"), ("Ascend950DT_9581", "ascend910_95"), ("Ascend310B4", None),
+        ("Ascend950PR_9579", "ascend910_95"),
     ],
 )  # fmt: skip
+@pytest.mark.filterwarnings("error")
 def test_ascend_device_names(device: str, arch: str | None) -> None:
     assert AscendBackend().arch_of(device) == arch
+
+
+@pytest.mark.parametrize(
+    ("device", "arch"),
+    [
+        ("Ascend910B9", "ascend910b2"), ("Ascend910B3C", "ascend910b3"), ("Ascend910_9399", "ascend910_93"),
+        ("Ascend950PR_9999", "ascend910_95"),
+    ],
+)  # fmt: skip
+def test_an_unknown_chip_of_a_known_family_is_planned_as_its_family(
+    device: str, arch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one warning that names both; the second device is as the first."""
+    monkeypatch.setattr("portattn.planning.backend._warned_of", set())
+    with pytest.warns(UserWarning, match=rf"^{device} is no chip .* planned as {arch}, a chip of its family$"):
+        assert AscendBackend().arch_of(device) == arch
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert AscendBackend().arch_of(device) == arch
 
 
 def torch_npu_package(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,38 +162,63 @@ def torch_npu_package(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) 
     # Set before it is deleted: monkeypatch then takes out what the test imports, too.
     monkeypatch.setitem(sys.modules, "torch_npu", None)
     monkeypatch.delitem(sys.modules, "torch_npu")
+    first_import = portattn.backends.ascend._import_error
+    monkeypatch.setattr(portattn.backends.ascend, "_import_error", first_import.__wrapped__)
 
 
 NPU = """
+def told(step, answer):
+    if step == {step!r}: raise {error}("half configured")
+    return answer
+
+told("import torch_npu", None)
 class npu:
     @staticmethod
-    def is_available(): return {available}
+    def is_available(): return told("torch_npu.npu.is_available()", {available})
     @staticmethod
     def get_device_name(index=None):
         if index not in (None, 0): raise AssertionError("Invalid NPU device id")
-        return "Ascend910B4-1"
+        return told("torch_npu.npu.get_device_name()", "Ascend910B4-1")
 """
 
 
+def npu_text(step: str = "", error: str = "", available: bool = True) -> str:
+    return NPU.format(step=step, error=error, available=available)
+
+
 def test_ascend_detection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch_npu_package(tmp_path, NPU.format(available=True), monkeypatch)
-    assert AscendBackend().detect() == "ascend910b4"
-    assert AscendBackend().detect(5) is None
+    torch_npu_package(tmp_path, npu_text(), monkeypatch)
+    found = AscendBackend()
+    assert (found.detect(), found.describe(), found.trouble()) == ("ascend910b4", "Ascend910B4-1", "")
+    assert (found.detect(5), found.describe(5)) == (None, "")
+    assert found.trouble(5) == "torch_npu.npu.get_device_name(5) raised AssertionError: Invalid NPU device id"
+
+
+def test_ascend_without_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch_npu_package(tmp_path, npu_text(available=False), monkeypatch)
+    assert (AscendBackend().detect(), AscendBackend().trouble()) == (None, "")
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        NPU.format(available=False), "raise ImportError('libhccl.so: cannot open shared object file')",
-        "raise OSError('libascendcl.so')", "raise RuntimeError('Failed to load the backend extension')",
-    ],
-)  # fmt: skip
-def test_ascend_without_device_or_cann(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch_npu_package(tmp_path, text, monkeypatch)
-    assert AscendBackend().detect() is None
+    "step", ["import torch_npu", "torch_npu.npu.is_available()", "torch_npu.npu.get_device_name()"]
+)
+@pytest.mark.parametrize("error", ["RuntimeError", "OSError", "ImportError", "AssertionError", "AttributeError"])
+def test_cann_that_is_half_configured_raises_nothing(
+    step: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither detection nor the list of devices; `portattn doctor` has the error."""
+    torch_npu_package(tmp_path, npu_text(step, error), monkeypatch)
+    registry.detect_target.cache_clear()
+    try:
+        assert AscendBackend().detect() is None
+        assert [target.name for target in registry.devices()] == ["cpu:generic"]
+        (told,) = [item.value for item in doctor.backends().items if item.name == "ascend"]
+    finally:
+        registry.detect_target.cache_clear()
+    assert told == f"not detected: {step} raised {error}: half configured"
 
 
-def test_ascend_without_torch_npu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ascend_without_torch_npu(monkeypatch):
     monkeypatch.setattr(portattn.backends.ascend.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "torch_npu", None)  # importing it would raise ImportError
     assert AscendBackend().detect() is None
@@ -180,20 +228,20 @@ PAGE = DOCS / "backends.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 
 
-def test_the_refused_arches_are_on_the_page() -> None:
+def test_the_refused_arches_are_on_the_page():
     refused = [name for backend in BUILTIN for name, arch in load_arches(backend.folder).items() if arch.refused]
     line = re.search(r"Known and refused, with the reason in the plan: (.*?)\. ", TEXT, re.DOTALL)
     assert sorted(re.findall(r"`(\w+)`", line[1])) == sorted(refused)
 
 
-def test_every_vendor_path_is_on_the_page() -> None:
+def test_every_vendor_path_is_on_the_page():
     for backend in BUILTIN:
         for path in backend.vendor:
             assert f"### `{path.name}`\n" in TEXT
 
 
 @pytest.fixture
-def example(tmp_path: Path) -> Path:
+def example(tmp_path):
     """The example package as an installed distribution: its files, and the metadata that an installer writes."""
     files = dict(re.findall(r"^`([\w./]+)`:\n\n```\w+\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL))
     assert set(files) == {"pyproject.toml", "portattn_acme/arches.toml", "portattn_acme/__init__.py"}
@@ -209,7 +257,7 @@ def example(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def python(script: str, folder: Path) -> str:
+def python(script, folder):
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH", "")]))
     done = subprocess.run(
         [sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
@@ -218,12 +266,12 @@ def python(script: str, folder: Path) -> str:
     return done.stdout
 
 
-def test_the_example_prints_what_the_page_says(example: Path) -> None:
+def test_the_example_prints_what_the_page_says(example):
     console = re.search(r'^\$ python -c "\n(.*?)^"\n(.*?)^```', TEXT, re.MULTILINE | re.DOTALL)
     assert python(console[1], example) == console[2]
 
 
-def test_the_examples_path_runs(example: Path) -> None:
+def test_the_examples_path_runs(example):
     script = """
 import torch
 from portattn import Problem
@@ -253,7 +301,7 @@ for flags in ({}, {'return_lse': True}, *({name: True} for name in NAMES), {'win
 NAMES = ("mask", "bias", "softcap", "alibi_slopes", "sinks", "dropout", "needs_grad", "seqlens_k", "leftpad_q")
 
 
-def test_the_example_takes_what_it_declares_and_nothing_else(example: Path) -> None:
+def test_the_example_takes_what_it_declares_and_nothing_else(example):
     """It planned masks, biases, windows and dropout, and ignored them, before features were denied by default."""
     lines = python(f"NAMES = {NAMES}\n{FLAGS}", example).splitlines()
     assert lines[:2] == ["acme_attention", "acme_attention"]

@@ -14,9 +14,7 @@ from portattn.backends.sdpa import MAX_HEAD_DIM, SdpaPath
 from portattn.config import Settings
 from portattn.planning.planner import plan
 from portattn.planning.registry import parse_target
-from portattn.schema.call import Call
 from portattn.schema.problem import Problem
-from portattn.schema.target import Target
 from portattn.testing import tolerance as check
 
 pytestmark = pytest.mark.on_device
@@ -26,7 +24,7 @@ MI300 = parse_target("rocm:gfx942", toolchain="triton==3.6.0")
 BASE = Problem(batch=2, heads_q=4, heads_k=4, seq_q=5, seq_k=7, head_dim=16)
 
 
-def problem(**changes: Any) -> Problem:
+def problem(**changes):
     return msgspec.structs.replace(BASE, **{"head_dim_v": changes.get("head_dim", 16), **changes})
 
 
@@ -50,7 +48,7 @@ CASES: list[tuple[dict[str, Any], float | None]] = [
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize(("fields", "scale"), CASES, ids=str)
-def test_forward(fields: dict[str, Any], scale: float | None, dtype: str) -> None:
+def test_forward(fields, scale, dtype):
     p = problem(**fields, dtype=dtype)
     assert SdpaPath().rejects(p, SM_90) is None
     call = random_call(p, scale=scale, device=DEVICE)
@@ -60,7 +58,7 @@ def test_forward(fields: dict[str, Any], scale: float | None, dtype: str) -> Non
     assert_close(out, oracle(call)[0], call)
 
 
-def test_rows_that_are_not_contiguous() -> None:
+def test_rows_that_are_not_contiguous():
     call = random_call(problem(dtype="fp16", causal="bottom_right"), device=DEVICE)
     strided = dataclasses.replace(
         call, **{n: getattr(call, n).transpose(-1, -2).contiguous().transpose(-1, -2) for n in "qkv"}
@@ -72,7 +70,7 @@ def test_rows_that_are_not_contiguous() -> None:
 @pytest.mark.parametrize("strides", ["spare", "transposed", "sliced"])
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
-def test_strides(strides: str, heads: tuple[int, int], dtype: str) -> None:
+def test_strides(strides, heads, dtype):
     """Rows that begin anywhere: torch's own kernels do not check where."""
     p = problem(causal="bottom_right", heads_q=heads[0], heads_k=heads[1], seq_q=21, seq_k=37, dtype=dtype)
     assert_right(check.random_call(p, 1, device=DEVICE, strides=strides))
@@ -81,7 +79,7 @@ def test_strides(strides: str, heads: tuple[int, int], dtype: str) -> None:
 @pytest.mark.parametrize("causal", CAUSAL)
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
-def test_gradients(causal: str, heads: tuple[int, int], dtype: str) -> None:
+def test_gradients(causal, heads, dtype):
     p = problem(causal=causal, heads_q=heads[0], heads_k=heads[1], seq_q=6, seq_k=10, dtype=dtype, needs_grad=True)
     call = random_call(p, device=DEVICE)
     out, _ = SdpaPath().run(call)
@@ -98,13 +96,13 @@ def test_gradients(causal: str, heads: tuple[int, int], dtype: str) -> None:
         torch.testing.assert_close(grad.double().cpu(), reference.grad, rtol=tolerance, atol=tolerance)
 
 
-def test_bottom_right_is_an_explicit_mask_on_rocm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bottom_right_is_an_explicit_mask_on_rocm(monkeypatch):
     """There torch's lower-right marker would reach a kernel that aligns at the top left."""
     monkeypatch.setattr(torch.version, "hip", "6.4.43484-123eb5128")
     given: list[Any] = []
     original = torch.nn.functional.scaled_dot_product_attention
 
-    def spy(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def spy(*args, **kwargs):
         given.append(kwargs.get("attn_mask"))
         return original(*args, **kwargs)
 
@@ -116,11 +114,11 @@ def test_bottom_right_is_an_explicit_mask_on_rocm(monkeypatch: pytest.MonkeyPatc
     assert torch.equal(given[0].cpu(), visible_keys(3, 8, "bottom_right"))
 
 
-def test_no_warning_and_no_mask_where_every_key_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_warning_and_no_mask_where_every_key_is_seen(monkeypatch):
     given: list[dict[str, Any]] = []
     original = torch.nn.functional.scaled_dot_product_attention
 
-    def spy(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def spy(*args, **kwargs):
         given.append(kwargs)
         return original(*args, **kwargs)
 
@@ -142,7 +140,7 @@ BROADCAST = range(4)
 @pytest.mark.parametrize("given", GIVEN, ids=" ".join)
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
-def test_bias_and_mask(given: dict[str, bool], heads: tuple[int, int], dtype: str, seed: int) -> None:
+def test_bias_and_mask(given, heads, dtype, seed):
     p = problem(heads_q=heads[0], heads_k=heads[1], seq_q=21, seq_k=37, head_dim_v=24, dtype=dtype, **given)
     assert SdpaPath().rejects(p, SM_90) is None
     call = check.random_call(p, seed, device=DEVICE, strides=("plain", "transposed", "sliced", "spare")[seed])
@@ -151,24 +149,24 @@ def test_bias_and_mask(given: dict[str, bool], heads: tuple[int, int], dtype: st
 
 @pytest.mark.parametrize("scale", [-0.7, 0.0])
 @pytest.mark.parametrize("given", GIVEN, ids=" ".join)
-def test_bias_and_mask_with_scales_of_any_sign(given: dict[str, bool], scale: float) -> None:
+def test_bias_and_mask_with_scales_of_any_sign(given, scale):
     assert_right(check.random_call(problem(seq_q=9, seq_k=20, **given), 1, device=DEVICE, scale=scale))
 
 
-def test_a_float32_bias_is_not_rounded() -> None:
+def test_a_float32_bias_is_not_rounded():
     """Biases of 100 and 100.1 are the same in bf16, and weights of e^0 and e^0.1 are not."""
     call = check.random_call(problem(seq_q=3, seq_k=2, dtype="bf16", bias=True), 1, device=DEVICE)
     call.q, call.bias = call.q * 0.0, torch.tensor([100.0, 100.1], device=DEVICE).expand(2, 4, 3, 2)
     assert_right(call)
 
 
-def test_a_single_last_row_may_be_causal_beside_a_mask() -> None:
+def test_a_single_last_row_may_be_causal_beside_a_mask():
     p = problem(causal="bottom_right", seq_q=1, seq_k=9, mask=True)
     assert SdpaPath().rejects(p, SM_90) is None
     assert_right(check.random_call(p, 2, device=DEVICE))
 
 
-def assert_right(call: Call) -> None:
+def assert_right(call):
     out, lse = SdpaPath().run(call)
     assert lse is None
     assert out.dtype == call.q.dtype
@@ -181,7 +179,7 @@ def assert_right(call: Call) -> None:
 @pytest.mark.parametrize("given", GIVEN, ids=" ".join)
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
-def test_gradients_through_bias_and_mask(given: dict[str, bool], heads: tuple[int, int], dtype: str, seed: int) -> None:
+def test_gradients_through_bias_and_mask(given, heads, dtype, seed):
     """Of q, k, v and the bias itself; 0 for keys that no row attends, although they hold NaN."""
     p = problem(heads_q=heads[0], heads_k=heads[1], seq_q=21, seq_k=37, dtype=dtype, needs_grad=True, **given)
     call = check.random_call(p, seed, device=DEVICE)
@@ -236,7 +234,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("changes", "fragments"), REFUSED)
 @pytest.mark.parametrize("target", [SM_90, MI300])
-def test_refusals_name_value_and_limit(changes: dict[str, Any], fragments: list[str], target: Target) -> None:
+def test_refusals_name_value_and_limit(changes, fragments, target):
     rejection = SdpaPath().rejects(problem(**changes), target)
     assert rejection.path == "sdpa"
     assert rejection.hint
@@ -246,16 +244,15 @@ def test_refusals_name_value_and_limit(changes: dict[str, Any], fragments: list[
 
 @pytest.mark.parametrize("target", [SM_90, MI300])
 @pytest.mark.parametrize("given", [{}, {"causal": "bottom_right"}, *GIVEN], ids=str)
-def test_training_is_planned_on_sdpa_where_no_kernel_runs_or_by_name(target: Target, given: dict[str, Any]) -> None:
+def test_training_is_planned_on_sdpa_where_no_kernel_runs_or_by_name(target, given):
     p = problem(needs_grad=True, dtype="fp16", **given)
     assert any(note.startswith("gradients by ") for note in plan(p, target).notes)
     assert plan(p, target, settings=Settings(backend="sdpa")).path == "sdpa"
-    without_compiler = parse_target(target.name, toolchain="none")
-    assert plan(p, without_compiler).path == "sdpa"
+    assert plan(p, parse_target(target.name, toolchain="none")).path == "sdpa"
 
 
 @pytest.mark.parametrize("target", [SM_90, MI300])
-def test_dropout_is_never_planned_on_sdpa(target: Target) -> None:
+def test_dropout_is_never_planned_on_sdpa(target):
     p = problem(needs_grad=True, dropout=True, causal="bottom_right")
     assert plan(p, target).path == "triton"
     without_compiler = plan(p, parse_target(target.name, toolchain="none"))

@@ -146,8 +146,7 @@ def test_a_cache_folder_that_takes_no_files_is_red(tmp_path, broken, as_json):
         env={**os.environ, "PORTATTN_CACHE_DIR": str(folder)}, capture_output=True, text=True, timeout=300, **options,
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
-    said = "no file can be written there ("
-    assert done.stdout.count(said) == 1
+    assert done.stdout.count("no file can be written there (") == 1
     assert "cannot be kept" not in done.stdout + done.stderr
     if as_json:
         (cache,) = [s for s in json.loads(done.stdout)["sections"] if s["title"] == "cache"]

@@ -5,18 +5,11 @@ import pytest
 from portattn.cli import output
 from portattn.config import settings
 from portattn.schema.toolchain import installed_toolchain
-from portattn.testing import executor
 from portattn.tools.lab import LabError, toolchains
 from portattn.tools.matrix import results, run
 
-pytestmark = pytest.mark.compiles  # plans need an installed Triton
+pytestmark = [pytest.mark.compiles, pytest.mark.usefixtures("quick_cells")]  # plans need an installed Triton
 RUN = ("--targets", "ascend910b1,ascend910b2", "--ops", "dense*fp16*")  # 4 cells, and nothing that compiles here
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch):
-    monkeypatch.setattr(executor, "interpreter_missing", lambda: "left out by this test")
-    monkeypatch.setattr("portattn.planning.registry.devices", lambda: [])
 
 
 def test_run_and_report(portattn, tmp_path):
@@ -71,8 +64,7 @@ def _spills(monkeypatch):
 @pytest.mark.usefixtures("_spills")
 def test_a_note_says_why_and_so_does_a_cell_that_was_not_run(portattn, tmp_path):
     line = ("matrix", "run", "--out", str(tmp_path), "--targets", "sm_90,ascend910b2", "--problems", "dense*fp32*")
-    called = portattn(*line, exits=0)
-    notes = [text for text in called.out.splitlines() if text.startswith("NOTE ")]
+    notes = [text for text in portattn(*line, exits=0).out.splitlines() if text.startswith("NOTE ")]
     assert notes == [f"NOTE            cuda:sm_90  {installed_toolchain()}  dense full fp32 D=64: {SPILLED}"]
     found = portattn(*line, "--json").json
     assert found["statuses"] == {"NOTE": 1, "NOT_RUN": 1}

@@ -12,10 +12,9 @@ from portattn.cli import output
 from portattn.planning.quirk_files import load_quirk
 from portattn.planning.registry import Registry
 from portattn.schema.toolchain import installed_toolchain
-from portattn.testing import executor
 from portattn.tools.matrix import results, run
 
-pytestmark = pytest.mark.compiles  # plans need an installed Triton
+pytestmark = [pytest.mark.compiles, pytest.mark.usefixtures("quick_cells")]  # plans need an installed Triton
 EXPECTED = """\
 [[expected]]
 target    = "cuda:sm_89"
@@ -25,12 +24,6 @@ reason    = "the planted compiler refuses"
 owner     = "tests"
 expires   = {}
 """
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch):
-    monkeypatch.setattr(executor, "interpreter_missing", lambda: "left out by this test")
-    monkeypatch.setattr("portattn.planning.registry.devices", lambda: [])
 
 
 @pytest.fixture
@@ -194,8 +187,7 @@ def test_a_run_is_compared_with_what_it_was_asked_for(portattn, made, tmp_path):
     assert made(tmp_path / "new", "sm_90", "--baseline", str(tmp_path / "both.toml")).status == 0, (
         "one compiler is asked"
     )
-    text = kept.read_text().replace("cuda:sm_90 with", "cuda:sm_9999 with")
-    kept.write_text(text)
+    kept.write_text(kept.read_text().replace("cuda:sm_90 with", "cuda:sm_9999 with"))
     called = made(tmp_path / "new", "cuda:sm_9*", "--baseline", str(kept))
     assert called.status == 1, "a target that has left the registry is gone"
     assert "the new run has no target cuda:sm_9999" in called.out

@@ -4,16 +4,13 @@ import json
 
 import pytest
 
-from portattn.testing import executor
 from portattn.tools.matrix import results, site
 
 pytestmark = pytest.mark.compiles  # plans need an installed Triton
 
 
 @pytest.fixture
-def run(portattn, tmp_path, monkeypatch):
-    monkeypatch.setattr(executor, "interpreter_missing", lambda: "left out by this test")
-    monkeypatch.setattr("portattn.planning.registry.devices", lambda: [])
+def run(portattn, tmp_path, monkeypatch, quick_cells):
     monkeypatch.setenv("PORTATTN_CACHE_DIR", str(tmp_path / "cache"))
 
     def make(name, *targets):

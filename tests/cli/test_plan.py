@@ -22,8 +22,7 @@ SHAPES = ("--q", "8,64,1024,64", "--kv", "8,16,1024,64", "--dtype", "fp16", "--c
 )  # fmt: skip
 def test_any_target_is_planned_from_anywhere(portattn, target, toolchain):
     line = ("plan", "attention", "--target", target, "--toolchain", toolchain, *SHAPES)
-    called = portattn(*line, "--json", exits=0)
-    made = msgspec.convert(called.json, Plan)
+    made = msgspec.convert(portattn(*line, "--json", exits=0).json, Plan)
     assert (made.target, made.toolchain) == (target, toolchain)
     assert (made.problem.heads_q, made.problem.heads_k, made.problem.causal) == (64, 16, "bottom_right")
     # The core kernel's lowering is named also where another path is the better plan.

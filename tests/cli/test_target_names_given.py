@@ -1,7 +1,5 @@
 """Targets as people write them, given to commands: drivers' names, chips that are not supported, and no chips."""
 
-from typing import Any
-
 import pytest
 
 SHAPES = ("--q", "8,64,1024,64", "--kv", "8,16,1024,64", "--dtype", "fp16", "--toolchain", "triton==3.6.0")
@@ -17,7 +15,7 @@ SHAPES = ("--q", "8,64,1024,64", "--kv", "8,16,1024,64", "--dtype", "fp16", "--t
         ("AMD Radeon RX 7900 XTX", "rocm:gfx1100"),
     ],
 )
-def test_a_plan_for_a_device_as_its_driver_prints_it(portattn: Any, written: str, target: str) -> None:
+def test_a_plan_for_a_device_as_its_driver_prints_it(portattn, written, target):
     assert f"on {target} with triton==3.6.0" in portattn("plan", "attention", "--target", written, *SHAPES, exits=0).out
 
 

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,10 @@ import pytest
 
 from portattn.compile.ensure_compiled import compile_in, over_limit
 from portattn.config import Settings
-from portattn.launch import KernelCall, kernel_calls, meta_call, run
+from portattn.launch import kernel_calls, meta_call, run
 from portattn.planning.planner import plan
 from portattn.planning.registry import Registry
 from portattn.schema.problem import Problem
-from portattn.schema.target import Target
 from portattn.schema.toolchain import installed_toolchain
 from portattn.testing import findings
 from portattn.testing.findings import KernelFacts
@@ -70,7 +68,7 @@ sys.exit(failed.reason if failed else 0)
 """
 
 
-def test_who_waited_for_another_processs_compile_does_not_compile_again(tmp_path: Path) -> None:
+def test_who_waited_for_another_processs_compile_does_not_compile_again(tmp_path):
     """Both find no record, one compiles, and the other looks once more when it is its turn."""
     compiler, requests = tmp_path / "compiler", tmp_path / "requests.jsonl"
     compiler.write_text(COMPILER.format(python=sys.executable, requests=str(requests), folder=str(tmp_path)))
@@ -81,8 +79,7 @@ def test_who_waited_for_another_processs_compile_does_not_compile_again(tmp_path
     for process in processes:
         _, errors = process.communicate(timeout=SECONDS)
         assert process.returncode == 0, errors
-    asked = [json.loads(line)["task"] for line in requests.read_text().splitlines()]
-    assert asked == ["compile"]
+    assert [json.loads(line)["task"] for line in requests.read_text().splitlines()] == ["compile"]
 
 
 # A compiler that has a program of its own at work, which holds a lock for as long as it lives, and never answers.
@@ -102,7 +99,7 @@ for line in sys.stdin:
 """
 
 
-def test_a_compilers_own_programs_end_with_it(tmp_path: Path) -> None:
+def test_a_compilers_own_programs_end_with_it(tmp_path):
     """ptxas, a linker: what a compiler that hangs has started is killed too, and holds nothing any longer."""
     script, held = tmp_path / "compiler", tmp_path / "held"
     script.write_text(HANGS.format(python=sys.executable, held=str(held)))
@@ -116,7 +113,7 @@ def test_a_compilers_own_programs_end_with_it(tmp_path: Path) -> None:
         assert freed
 
 
-def _freed(held: Path, seconds: float = 20.0) -> bool:
+def _freed(held, seconds=20.0):
     """Whether nobody holds the file's lock any longer, after so many seconds at most."""
     deadline = time.monotonic() + seconds
     with held.open() as file:
@@ -141,7 +138,7 @@ TAKEN_OVER = [
 
 @pytest.mark.compiles
 @pytest.mark.parametrize("arch", ["cuda:sm_80", "rocm:gfx942"])
-def test_the_users_default_changes_no_code(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_users_default_changes_no_code(arch, monkeypatch):
     problem = Problem(op="attention", batch=1, heads_q=2, heads_k=2, seq_q=256, seq_k=256, head_dim=64, dtype="bf16")
     target = Registry.load().target(arch, str(installed_toolchain()))
     made = plan(problem, target, settings=Settings(backend="triton"))
@@ -156,7 +153,7 @@ def test_the_users_default_changes_no_code(arch: str, monkeypatch: pytest.Monkey
     assert found[0] == found[1]
 
 
-def writing(target: Target) -> KernelCall:
+def writing(target):
     fields: dict[str, Any] = {"head_dim": 64, "dtype": "bf16", "heads_q": 2, "heads_k": 2, "batch": 2}
     problem = Problem(op="append_kv", seq_q=1, seq_k=64, rotary="neox", rotary_dim=64, seqlens_k=True, **fields)
     made = plan(problem, target, settings=Settings(backend="triton"))
@@ -164,12 +161,12 @@ def writing(target: Target) -> KernelCall:
     return launch
 
 
-def test_a_launch_may_say_otherwise() -> None:
+def test_a_launch_may_say_otherwise():
     """The writers' rotation does, to round as the reference."""
     assert writing(Registry.load().target("cuda:sm_90", "triton==3.6.0")).options()["enable_fp_fusion"] is False
 
 
-def test_a_compiler_without_the_option_does_not_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_without_the_option_does_not_get_it(monkeypatch):
     target = Registry.load().target("cuda:sm_90", "triton==3.6.0")
     monkeypatch.setattr(run, "backend_options", lambda: {"cuda": {"maxnreg": int}})
     assert "enable_fp_fusion" not in writing(target).options()
@@ -178,13 +175,13 @@ def test_a_compiler_without_the_option_does_not_get_it(monkeypatch: pytest.Monke
     assert "enable_fp_fusion" not in launch.options()
 
 
-def is_grid(what: ast.Subscript) -> bool:
+def is_grid(what):
     if isinstance(what.slice, ast.Tuple):
         return ast.unparse(what.value) != "dict"
     return ast.unparse(what.slice).rpartition(".")[2] in ("grid", "programs")
 
 
-def direct_launches() -> Iterator[tuple[str, ast.Call]]:
+def direct_launches():
     """Every `kernel[grid](…)` of ours, and every Step, whose options are its fourth argument."""
     for path in sorted(path for folder in ("portattn", "backends") for path in (ROOT / folder).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -195,7 +192,7 @@ def direct_launches() -> Iterator[tuple[str, ast.Call]]:
                 yield f"{path.relative_to(ROOT)}:{node.lineno}", node
 
 
-def test_every_kernel_that_is_launched_by_itself_asks_for_it() -> None:
+def test_every_kernel_that_is_launched_by_itself_asks_for_it():
     found = dict(direct_launches())
     assert len(found) >= 14
     lacking = [place.partition(":")[0] for place, node in found.items() if "FUSED" not in ast.unparse(node)]

@@ -23,7 +23,6 @@ def attend(
     """A random call of opcalls.CALLS over a shard: {error, budget, …, bits}, bits of the whole result."""
     call = tolerance.random_call(opcalls.problem(name, **fields), seed, poison=poison)  # type: ignore[arg-type]
     if lengths is not None:
-        assert call.seqlens_k is not None
         call.seqlens_k.copy_(torch.tensor(lengths, dtype=torch.int32))
     arguments = opcalls.given(call)
     parallel = decode_parallel(interleave=interleave, heads=heads)  # type: ignore[arg-type]
@@ -245,12 +244,10 @@ def written_pages(interleave: int) -> float:
     order = torch.randperm(3 * pages + 2, generator=torch.Generator().manual_seed(parallel.shard.rank))[: 3 * pages]
     table = order.reshape(3, pages).to(torch.int32)
     caches = [torch.full((3 * pages + 2, page, 2, 8), float("nan")) for _ in "kv"]
-    slots = parallel.shard.slots(positions, page, table, sequences)
-    portattn.write_pages(k, v, *caches, slots)
+    portattn.write_pages(k, v, *caches, parallel.shard.slots(positions, page, table, sequences))
     found = parallel.paged_attention(q, *caches, table, seqlens_k)
     cu_k = torch.tensor([0, 23, 23, 32], dtype=torch.int32)
-    cu_q = torch.arange(4, dtype=torch.int32)
-    right = portattn.varlen_attention(q[:, :, 0], k, v, cu_q, cu_k, 1, 23)
+    right = portattn.varlen_attention(q[:, :, 0], k, v, torch.arange(4, dtype=torch.int32), cu_k, 1, 23)
     return float((found[:, :, 0] - right).abs().max())
 
 

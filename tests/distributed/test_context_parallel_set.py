@@ -5,8 +5,6 @@ import math
 import os
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,11 +18,11 @@ REPORT = DOCS / "performance" / "context-parallel.json"
 
 
 @pytest.fixture
-def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+def scripts(monkeypatch):
     monkeypatch.syspath_prepend(str(SETS))
 
 
-def ran(*arguments: str, exits: int, timeout: float = 200) -> subprocess.CompletedProcess[str]:
+def ran(*arguments, exits, timeout=200):
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), *sys.path]), OMP_NUM_THREADS="1")
     command = [sys.executable, "-m", "portattn", "bench", "--set", "context-parallel", *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
@@ -32,7 +30,7 @@ def ran(*arguments: str, exits: int, timeout: float = 200) -> subprocess.Complet
     return done
 
 
-def test_parts_run_over_processes_of_a_cpu(tmp_path: Path) -> None:
+def test_parts_run_over_processes_of_a_cpu(tmp_path):
     rows = {}
     for part in ("gone", "decode"):
         done = ran("--tiny", "--only", part, "--out", str(tmp_path), "--budget", "150", exits=0)
@@ -49,13 +47,13 @@ def test_parts_run_over_processes_of_a_cpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_cases_over_two_gpus(tmp_path: Path) -> None:
+def test_cases_over_two_gpus(tmp_path):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     ran("--only", "correctness", "--out", str(tmp_path), "--budget", "500", timeout=520, exits=0)
 
 
-def test_cases_are_judged(scripts: None) -> None:
+def test_cases_are_judged(scripts):
     """A result that is off by more than the budget, or finite where the right one is not, is wrong."""
     import context_parallel_cases as cases
 
@@ -66,7 +64,7 @@ def test_cases_are_judged(scripts: None) -> None:
     assert sorted(name for group in cases.groups() for name in group) == sorted([*cases.TRAINED, *cases.DECODED])
 
 
-def test_what_makes_the_exit_status_1(scripts: None) -> None:
+def test_what_makes_the_exit_status_1(scripts):
     import context_parallel as script
 
     assert script.wrong_in("correctness", {"cases": {"ring": [], "window": ["out: 3 > 1"]}}) == ["window: out: 3 > 1"]
@@ -80,7 +78,7 @@ def test_what_makes_the_exit_status_1(scripts: None) -> None:
     assert script.wrong_in("gone", {}) == ["a rank that was gone was not noticed"]
 
 
-def step(begin: float) -> list[list[Any]]:
+def step(begin):
     return [
         ["ncclDevKernel_SendRecv", 20, begin, 900.0], ["scheduled_forward", 7, begin + 100, 3000.0],
         ["merge_rows", 7, begin + 3100, 50.0], ["scheduled_backward", 7, begin + 3200, 7000.0],
@@ -88,7 +86,7 @@ def step(begin: float) -> list[list[Any]]:
     ]  # fmt: skip
 
 
-def test_a_timeline_is_drawn(scripts: None, tmp_path: Path) -> None:
+def test_a_timeline_is_drawn(scripts, tmp_path):
     import context_parallel
     import timeline as script
 
@@ -105,11 +103,10 @@ def test_a_timeline_is_drawn(scripts: None, tmp_path: Path) -> None:
     assert script.hidden(events) == (pytest.approx(1.4), pytest.approx(1.0))
 
 
-def test_the_page_has_the_tables_of_its_report() -> None:
+def test_the_page_has_the_tables_of_its_report():
     """The report is of the script that the set was before."""
     page = (DOCS / "performance" / "context-parallel.md").read_text(encoding="utf-8")
     report = workloads.read(REPORT)
-    assert report is not None
     assert report.wrong == []
     tables = workloads.as_markdown(report).strip().split("\n\n")
     assert len(tables) == 5

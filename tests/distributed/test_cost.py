@@ -70,7 +70,6 @@ def test_even_work_is_the_whole_call_s(ranks_: int, inner: int, window: tuple[in
     whole = pairs(131072, 131072, window[0], 0 if window == (None, None) else window[1])
     assert found.forward.flop_mean == 4.0 * 32 * 128 * whole / ranks_
     assert 1.0 <= found.forward.flop / found.forward.flop_mean < 1.1
-    assert found.backward is not None
     assert found.backward.flop == 2.5 * found.forward.flop
 
 

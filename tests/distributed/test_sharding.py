@@ -4,19 +4,17 @@ import itertools
 import math
 import os
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import support
 import torch
 import torch.distributed as dist
 
 import portattn
 from portattn.distributed import collectives, context_parallel, parallel
 from portattn.distributed.collectives import packed
-from portattn.distributed.sharding import LAYOUTS, Documents, Mask, Shards, Span, step
+from portattn.distributed.sharding import LAYOUTS, Documents, Mask, Shards, step
 from portattn.launch.run import load_kernels
 
 LENGTH = 24
@@ -24,7 +22,7 @@ MASKS = [Mask(), Mask(None, 0), Mask(3, 0), Mask(2, 5), Mask(0, 0), Mask(None, 4
 PACKED = [None, Documents([0, 24]), Documents([0, 5, 5, 20]), Documents([0, 1, 2, 13, 24]), Documents([0])]
 
 
-def attended(span: Span) -> Iterator[tuple[int, int]]:
+def attended(span):
     """(row, key) of a span, by the rule of portattn's windows."""
     for start, stop in itertools.pairwise(span.cu) if span.cu is not None else [(0, None)]:
         rows = range(span.rows[0] + start, span.rows[1] if stop is None else span.rows[0] + stop)
@@ -35,13 +33,13 @@ def attended(span: Span) -> Iterator[tuple[int, int]]:
                 yield rows[i], keys[j]
 
 
-def rows_of(ranges: tuple[tuple[int, int], ...]) -> list[int]:
+def rows_of(ranges):
     return [row for start, stop in ranges for row in range(start, stop)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("ring", [1, 2, 3, 4])
-def test_every_pair_is_attended_once(layout: str, ring: int) -> None:
+def test_every_pair_is_attended_once(layout, ring):
     shards = Shards(layout, ring)
     rows = [rows_of(shards.pieces(LENGTH, place)) for place in range(ring)]
     for mask, documents, join in itertools.product(MASKS, PACKED, (True, False)):
@@ -59,7 +57,7 @@ def test_every_pair_is_attended_once(layout: str, ring: int) -> None:
         assert sorted(found) == list(whole(mask, documents)), (mask, documents and documents.cu, join)
 
 
-def whole(mask: Mask, documents: Documents | None) -> Iterator[tuple[int, int]]:
+def whole(mask, documents):
     parts = [(0, LENGTH)] if documents is None else list(itertools.pairwise(documents.cu))
     for start, stop in parts:
         for i, j in itertools.product(range(start, stop), range(start, stop)):
@@ -68,8 +66,8 @@ def whole(mask: Mask, documents: Documents | None) -> Iterator[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("ring", [2, 4, 8])
-def test_zigzag_work_is_even_in_every_step_and_contiguous_work_is_not(ring: int) -> None:
-    def pairs(layout: str, place: int, source: int) -> int:
+def test_zigzag_work_is_even_in_every_step_and_contiguous_work_is_not(ring):
+    def pairs(layout, place, source):
         made = step(Shards(layout, ring), 32 * ring, Mask(None, 0), None, True, place, source)
         return sum(span.pairs for span in made.spans)
 
@@ -79,7 +77,7 @@ def test_zigzag_work_is_even_in_every_step_and_contiguous_work_is_not(ring: int)
     assert by_rank[-1] > (2 * ring - 2) * by_rank[0] / 2
 
 
-def test_causal_zigzag_steps_are_one_call() -> None:
+def test_causal_zigzag_steps_are_one_call():
     shards = Shards("zigzag", 4)
     counts = [len(step(shards, 64, Mask(None, 0), None, True, 1, source).spans) for source in range(4)]
     assert counts == [1, 1, 1, 1]
@@ -88,7 +86,7 @@ def test_causal_zigzag_steps_are_one_call() -> None:
 @pytest.mark.parametrize(
     ("layout", "ring", "inner"), [(a, b, c) for a in LAYOUTS for b in (1, 2, 3) for c in (1, 2, 4)]
 )
-def test_ranks_share_all_rows_out(layout: str, ring: int, inner: int) -> None:
+def test_ranks_share_all_rows_out(layout, ring, inner):
     shards = Shards(layout, ring, inner)
     length = 3 * shards.unit
     places = list(itertools.product(range(ring), range(inner)))
@@ -105,7 +103,7 @@ def test_ranks_share_all_rows_out(layout: str, ring: int, inner: int) -> None:
         assert shard == rows_of(shards.pieces(length, place))
 
 
-def test_documents_inside_of_rows() -> None:
+def test_documents_inside_of_rows():
     generator = random.Random(1)
     for _ in range(200):
         cu = [0, *sorted(generator.choices(range(30), k=generator.randrange(6)))]
@@ -119,12 +117,12 @@ FILES = Path("/proc/self/fd")
 ROWS, PACKED_GROUPS = torch.ones(1, 2, 8, 8), torch.ones(8, 2, 8)
 
 
-def begin() -> None:
+def begin():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 @pytest.fixture
-def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[collectives.Ranks]:
+def group(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     begin()
     yield collectives.Ranks.of_group(dist.group.WORLD)
@@ -132,7 +130,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[collectives.Ranks]:
 
 
 @pytest.mark.skipif(not FILES.exists(), reason="/proc/self/fd is Linux's")
-def test_a_destroyed_group_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_destroyed_group_is_not_kept(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     counts = []
     for _ in range(6):  # the first one loads what stays
@@ -143,7 +141,7 @@ def test_a_destroyed_group_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert counts[1] == counts[-1], counts
 
 
-def test_a_made_group_is_kept_as_long_as_its_own(group: collectives.Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_made_group_is_kept_as_long_as_its_own(group, monkeypatch):
     """As of NCCL, which has no messages from host to host."""
     monkeypatch.setattr(collectives, "_has_host_messages", lambda group: False)
     made = collectives.control_group(group)
@@ -157,7 +155,7 @@ def test_a_made_group_is_kept_as_long_as_its_own(group: collectives.Ranks, monke
     assert len(collectives._made) == before - 1
 
 
-def test_one_collective_before_the_first_message(group: collectives.Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_collective_before_the_first_message(group, monkeypatch):
     sent = []
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: sent.append((tensor.device.type, group)))
     collectives.connect(group, torch.device("cpu"))
@@ -168,7 +166,7 @@ def test_one_collective_before_the_first_message(group: collectives.Ranks, monke
 
 
 @pytest.mark.parametrize("check", ["always", "first"])
-def test_kinds_of_calls_do_not_add_up(group: collectives.Ranks, monkeypatch: pytest.MonkeyPatch, check: str) -> None:
+def test_kinds_of_calls_do_not_add_up(group, monkeypatch, check):
     monkeypatch.setattr(parallel, "_KINDS", 3)
     shared = context_parallel(check=check)
     for last in range(1, 9):
@@ -181,7 +179,7 @@ INF = math.inf
 
 
 @pytest.fixture(params=["kernel", "torch"])
-def device(request: pytest.FixtureRequest, device: support.Device, monkeypatch: pytest.MonkeyPatch) -> str:
+def device(request, device, monkeypatch):
     """Where tensors are; collectives.py takes the kernels, or torch's operations."""
     monkeypatch.setattr(collectives, "can_fuse", lambda _: request.param == "kernel")
     if device.path == "interpreter":
@@ -189,7 +187,7 @@ def device(request: pytest.FixtureRequest, device: support.Device, monkeypatch: 
     return device.name
 
 
-def exact(outs: list[torch.Tensor], lses: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def exact(outs, lses):
     lse = torch.logsumexp(torch.stack([part.double() for part in lses]), 0)
     total = torch.zeros(outs[0].shape, dtype=torch.float64, device=outs[0].device)
     for out, part in zip(outs, lses, strict=True):
@@ -198,7 +196,7 @@ def exact(outs: list[torch.Tensor], lses: list[torch.Tensor]) -> tuple[torch.Ten
     return total, lse
 
 
-def parts(device: str, dtype: torch.dtype, sizes: tuple[int, ...], count: int) -> list[tuple[torch.Tensor, ...]]:
+def parts(device, dtype, sizes, count):
     """Partial results; each has rows that attended nothing, which hold NaN, and row 0 attended nothing in any."""
     generator = torch.Generator().manual_seed(len(sizes) + count)
     found = []
@@ -212,7 +210,7 @@ def parts(device: str, dtype: torch.dtype, sizes: tuple[int, ...], count: int) -
     return found
 
 
-def near(ours: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> bool:
+def near(ours, right, dtype):
     """Log-sum-exps are up to 80 here, and float32 has 64 units in the last place of 1 there."""
     limit = (torch.finfo(dtype).eps + 64 * torch.finfo(torch.float32).eps) * float(right.abs().max())
     return float((ours.double() - right).abs().max()) <= limit
@@ -220,7 +218,7 @@ def near(ours: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> bool:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("wide", [False, True])
-def test_parts_of_rows_are_merged_as_they_come(device: str, dtype: torch.dtype, wide: bool) -> None:
+def test_parts_of_rows_are_merged_as_they_come(device, dtype, wide):
     first, second = parts(device, dtype, (2, 3, 21, 24), 2)
     first[0][:, :, 0] = 0.0  # as local calls return what attended nothing
     merged = collectives.StateMerger((2, 3, 21, 24), dtype, torch.device(device), 3 if wide else 2)
@@ -238,7 +236,7 @@ def test_parts_of_rows_are_merged_as_they_come(device: str, dtype: torch.dtype, 
     assert merged.lse[:, :, 0].isneginf().all()
 
 
-def test_rows_without_a_part_give_nothing(device: str) -> None:
+def test_rows_without_a_part_give_nothing(device):
     merged = collectives.StateMerger((1, 2, 8, 16), torch.float32, torch.device(device), 2)
     (part,) = parts(device, torch.float32, (1, 2, 4, 16), 1)
     merged.add((2, 6), part[0].clone(), part[1].clone())
@@ -252,7 +250,7 @@ def test_rows_without_a_part_give_nothing(device: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("count", [1, 2, 5])
-def test_what_ranks_sent_is_merged(device: str, dtype: torch.dtype, count: int) -> None:
+def test_what_ranks_sent_is_merged(device, dtype, count):
     found = parts(device, dtype, (3, 2, 9, 5), count)  # 5 elements: a row of bf16 ends within a word
     words = torch.stack([packed(out, lse) for out, lse in found])
     out, lse = collectives.merge_words(words, 5, dtype)
@@ -266,7 +264,7 @@ def test_what_ranks_sent_is_merged(device: str, dtype: torch.dtype, count: int) 
 
 
 @pytest.mark.parametrize("apart", [200.0, -200.0])
-def test_parts_far_apart_are_merged_without_an_overflow(device: str, apart: float) -> None:
+def test_parts_far_apart_are_merged_without_an_overflow(device, apart):
     """exp(200) is no float32: each part is weighed against the largest log-sum-exp."""
     found = [(out, lse + i * apart) for i, (out, lse) in enumerate(parts(device, torch.float32, (3, 2, 9, 5), 3))]
     out, lse = collectives.merge_words(torch.stack([packed(*one) for one in found]), 5, torch.float32)
@@ -278,16 +276,16 @@ def test_parts_far_apart_are_merged_without_an_overflow(device: str, apart: floa
 @pytest.mark.parametrize(
     ("rows", "most"), [([], 0), ([(0, 0)], 0), ([(0, 4), (4, 8)], 1), ([(0, 8), (2, 4), (3, 9), (4, 5)], 3)]
 )
-def test_most_parts_of_a_row(rows: list[tuple[int, int]], most: int) -> None:
+def test_most_parts_of_a_row(rows, most):
     assert collectives.most_parts(rows) == most
 
 
-def test_sums_of_two_parts_are_those_of_float32() -> None:
+def test_sums_of_two_parts_are_those_of_float32():
     """Bit for bit, in half the memory; of three parts the sum is float32."""
     generator = torch.Generator().manual_seed(0)
     a, b, c = (torch.randn(1, 2, 64, 8, generator=generator).bfloat16() for _ in range(3))
 
-    def summed(count: int, *given: tuple[tuple[int, int], torch.Tensor]) -> torch.Tensor:
+    def summed(count, *given):
         found: Any = collectives.Sum(a, count)
         for rows, part in given:
             found.add(rows, part.clone())
@@ -303,14 +301,14 @@ def test_sums_of_two_parts_are_those_of_float32() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("device", ["kernel"], indirect=True)
-def test_a_pause_writes_nothing(device: str, dtype: torch.dtype) -> None:
+def test_a_pause_writes_nothing(device, dtype):
     memory = torch.full((4,), 7.0, dtype=dtype, device=device)
     collectives.load_kernels("portattn.kernels.combine", False).pause[(1,)](memory, 0.0, 50)
     assert (memory == 7.0).all()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on this device")
-def test_a_device_on_which_no_kernel_runs_is_said_once_and_torch_merges(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_on_which_no_kernel_runs_is_said_once_and_torch_merges(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     collectives.can_fuse.cache_clear()
     try:
@@ -323,7 +321,7 @@ def test_a_device_on_which_no_kernel_runs_is_said_once_and_torch_merges(monkeypa
         collectives.can_fuse.cache_clear()
 
 
-def test_a_sink_without_weight_changes_nothing() -> None:
+def test_a_sink_without_weight_changes_nothing():
     """A sink of -inf, of rows with keys and of rows without."""
     out, lse = torch.randn(1, 2, 3, 4), torch.tensor([[[0.5, -torch.inf, 2.0]] * 2])
     out[:, :, 1] = 0.0

@@ -5,10 +5,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
 from workerfaults import SECONDS, planted, runs, until
@@ -20,21 +17,21 @@ QUIRK = {SET: "quirk", NEW: "quirk"}
 
 
 @pytest.fixture(autouse=True)
-def _variables(monkeypatch: pytest.MonkeyPatch) -> None:
+def _variables(monkeypatch):
     monkeypatch.setenv(SET, "own")
     monkeypatch.delenv(NEW, raising=False)
 
 
-def seen() -> tuple[str | None, str | None]:
+def seen():
     return os.environ.get(SET), os.environ.get(NEW)
 
 
 @contextmanager
-def compiling_elsewhere(*environments: dict[str, str]) -> Iterator[None]:
+def compiling_elsewhere(*environments):
     """Another thread compiles, with these variables one within the other."""
     begun, over = threading.Event(), threading.Event()
 
-    def compiles(left: tuple[dict[str, str], ...]) -> None:
+    def compiles(left):
         if not left:
             begun.set()
             assert over.wait(SECONDS)
@@ -52,7 +49,7 @@ def compiling_elsewhere(*environments: dict[str, str]) -> Iterator[None]:
         thread.join(SECONDS)
 
 
-def in_a_fork(work: Callable[[], Any]) -> Any:
+def in_a_fork(work):
     """What the function returns in a process that is forked now; it must not hang there."""
     ours, theirs = multiprocessing.Pipe(duplex=False)
     forked = multiprocessing.get_context("fork").Process(target=lambda: theirs.send(work()), daemon=True)
@@ -65,7 +62,7 @@ def in_a_fork(work: Callable[[], Any]) -> Any:
         forked.join(SECONDS)
 
 
-def looks() -> list[Any]:
+def looks():
     """What a forked process sees, what a program that it starts sees, and that it can compile itself."""
     code = f"import os; print(os.environ.get({SET!r}), os.environ.get({NEW!r}))"
     program = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
@@ -78,7 +75,7 @@ def looks() -> list[Any]:
 UNHARMED = [("own", None), "own None", ("own", "its own"), ("own", None)]
 
 
-def test_a_process_forked_while_another_thread_compiles_has_no_quirks_variables() -> None:
+def test_a_process_forked_while_another_thread_compiles_has_no_quirks_variables():
     with compiling_elsewhere(QUIRK):
         assert seen() == ("quirk", "quirk")
         assert in_a_fork(looks) == UNHARMED
@@ -87,17 +84,17 @@ def test_a_process_forked_while_another_thread_compiles_has_no_quirks_variables(
     assert looks() == UNHARMED
 
 
-def test_inner_compiles_are_taken_back_too() -> None:
+def test_inner_compiles_are_taken_back_too():
     with compiling_elsewhere(QUIRK, {SET: "inner"}):
         assert seen() == ("inner", "quirk")
         assert in_a_fork(looks) == UNHARMED
         assert (outside().get(SET), outside().get(NEW)) == ("own", None)
 
 
-def test_a_fork_of_the_compiling_thread_goes_on_compiling() -> None:
+def test_a_fork_of_the_compiling_thread_goes_on_compiling():
     """A compiler that forks has its variables there as well; they end where its compile ends."""
 
-    def goes_on() -> tuple[Any, ...]:
+    def goes_on():
         return seen(), outside().get(SET), outside().get(NEW)
 
     with compile_environment(QUIRK):
@@ -115,11 +112,11 @@ def test_a_fork_of_the_compiling_thread_goes_on_compiling() -> None:
     assert seen() == ("own", None)
 
 
-def test_a_fork_where_nothing_compiles_changes_nothing() -> None:
+def test_a_fork_where_nothing_compiles_changes_nothing():
     assert in_a_fork(looks) == UNHARMED
 
 
-def test_a_worker_started_while_another_thread_compiles_has_no_quirks_variables(tmp_path: Path) -> None:
+def test_a_worker_started_while_another_thread_compiles_has_no_quirks_variables(tmp_path):
     """Nor does it wait for the compile to end."""
     body = f"answer(facts={{'seen': repr((os.environ.get({SET!r}), os.environ.get({NEW!r})))}})"
     with compiling_elsewhere(QUIRK), Worker(python=planted(tmp_path, body)) as worker:
@@ -128,21 +125,21 @@ def test_a_worker_started_while_another_thread_compiles_has_no_quirks_variables(
         assert worker.request("hello", SECONDS).facts == {"seen": "('own', None)"}
 
 
-def test_what_a_worker_is_given_counts_more(tmp_path: Path) -> None:
+def test_what_a_worker_is_given_counts_more(tmp_path):
     body = f"answer(facts={{'seen': repr((os.environ.get({SET!r}), os.environ.get({NEW!r})))}})"
     given = {SET: None, NEW: "given"}
     with compiling_elsewhere(QUIRK), Worker(python=planted(tmp_path, body), environment=given) as worker:
         assert worker.request("hello", SECONDS).facts == {"seen": "(None, 'given')"}
 
 
-def test_programs_can_be_started_without_the_variables() -> None:
+def test_programs_can_be_started_without_the_variables():
     code = f"import os; print(os.environ.get({SET!r}), os.environ.get({NEW!r}))"
     with compiling_elsewhere(QUIRK):
         told = subprocess.run([sys.executable, "-c", code], env=outside(), capture_output=True, text=True, check=True)
     assert told.stdout == "own None\n"
 
 
-def test_an_interrupted_compile_leaves_nothing_behind() -> None:
+def test_an_interrupted_compile_leaves_nothing_behind():
     class Interrupt(BaseException):
         pass
 
@@ -167,7 +164,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_a_child_ends_with_its_parent_though_a_forked_process_lives(tmp_path: Path) -> None:
+def test_a_child_ends_with_its_parent_though_a_forked_process_lives(tmp_path):
     """The forked process has copies of the child's streams, which a thread was using: it must close them."""
     python = planted(tmp_path, "note(number)\ntime.sleep(1)\nanswer()")
     parent = subprocess.Popen(
@@ -186,7 +183,7 @@ def test_a_child_ends_with_its_parent_though_a_forked_process_lives(tmp_path: Pa
         parent.stdout.close()
 
 
-def test_a_fork_in_mid_request_harms_neither(tmp_path: Path) -> None:
+def test_a_fork_in_mid_request_harms_neither(tmp_path):
     """The request is answered here, and the forked process asks a child of its own."""
     python = planted(tmp_path, "note(number)\nsay(stage='ttgir')\ntime.sleep(2)\nanswer(facts={'asked': number})")
     found = []
@@ -195,7 +192,7 @@ def test_a_fork_in_mid_request_harms_neither(tmp_path: Path) -> None:
         asking.start()
         until((tmp_path / "notes").exists)
 
-        def asks() -> tuple[str, int]:
+        def asks():
             reply = worker.request("compile", SECONDS)
             worker.close()
             return reply.outcome, int(reply.facts["asked"])

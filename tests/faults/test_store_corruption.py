@@ -141,8 +141,7 @@ def test_names_that_no_file_has(tmp_path: Path, name: str) -> None:
 
 def test_text_that_is_no_unicode_is_kept_with_replacements(tmp_path: Path) -> None:
     """As in a variable's bytes that are no UTF-8, which Python reads as lone surrogates."""
-    kept = CompileStore(tmp_path)
-    kept.put(record(KEYS[0], reason="at \udcff"))
+    CompileStore(tmp_path).put(record(KEYS[0], reason="at \udcff"))
     assert CompileStore(tmp_path).get(KEYS[0]).reason == "at ?"
 
 

@@ -265,5 +265,4 @@ def fresh(device: str, text: str) -> None:
     torch.set_num_threads(1)
     with prepared():
         outcome = Here(device).perform(turns_of(text)[0])
-    assert outcome is not None
     print(outcome.digest())

@@ -57,8 +57,7 @@ def one(
     used = probabilities
     if kept is not None:
         used = torch.where(kept, probabilities, 0.0) / (1.0 - dropout_p)
-    out = torch.einsum("hqk,khd->qhd", used.to(v.dtype), v)
-    return out, lse, probabilities
+    return torch.einsum("hqk,khd->qhd", used.to(v.dtype), v), lse, probabilities
 
 
 def check_one(

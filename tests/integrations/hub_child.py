@@ -39,8 +39,6 @@ def imported(name: str, **options: Any) -> ModuleType:
     variant = Path(folder) / "build" / "torch-cpu"
     name = json.loads((variant / "metadata.json").read_bytes())["id"]
     spec = importlib.util.spec_from_file_location(name, variant / "__init__.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)

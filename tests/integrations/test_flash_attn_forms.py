@@ -91,8 +91,7 @@ def test_deterministic_of_one_call(module: Any, is_packed: bool) -> None:
         results.append(torch.autograd.grad(out.square().sum(), leaves))
         assert portattn.last_backward_plan().problem.deterministic is deterministic
         assert not torch.are_deterministic_algorithms_enabled()
-    for plain, repeated in zip(*results, strict=True):
-        assert torch.equal(plain, repeated)
+    torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
 def test_gradients_that_torch_computes_follow_its_switch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,8 +339,7 @@ def test_forward_over_pages_and_used_rows() -> None:
     for b, length in enumerate(LENGTHS_K):
         its = slice(*CU_K[b : b + 2].tolist())
         pages_k[b, :length], pages_v[b, :length] = k[its], v[its]
-    table = ints(0, 1, 2)[:, None]
-    paged = {**sizes, **lengths, "window_size_right": 0, "block_table": table}
+    paged = {**sizes, **lengths, "window_size_right": 0, "block_table": ints(0, 1, 2)[:, None]}
     by_pages, lse_by_pages, *_ = inner._flash_attn_varlen_forward(q, pages_k, pages_v, **paged)
     for b in range(3):
         mine, first = slice(*CU_Q[b : b + 2].tolist()), int(CU_K[b])
@@ -389,8 +387,7 @@ def test_the_extension_s_argument_orders() -> None:
     target = torch.zeros(2, 5, 4, 16)
     out, lse, _, state = gpu.fwd(q, k, v, target, None, 0.0, *tail, False, None)
     assert out is target
-    right = inner._flash_attn_forward(q, k, v, 0.0, *tail, None, False)
-    assert torch.equal(out, right[0])
+    assert torch.equal(out, inner._flash_attn_forward(q, k, v, 0.0, *tail, None, False)[0])
     *grads, rows = gpu.bwd(out, q, k, v, out, lse, None, None, None, None, 0.0, *tail, False, None, state)
     others = [torch.empty_like(t) for t in (q, k, v)]
     assert torch.equal(rows, inner._flash_attn_backward(out, q, k, v, out, lse, *others, 0.0, *tail, None, False))

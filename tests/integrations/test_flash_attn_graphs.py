@@ -218,7 +218,6 @@ def test_a_cache_grows_inside_a_graph(page: int | None) -> None:
             if table is None:
                 cache[b, place] = rows
             else:
-                assert page is not None
                 cache[table[b][place // page].long(), place % page] = rows
     q = torch.randn(batch, 1, heads, dim, device="cuda").bfloat16()
     k, v = (torch.randn(batch, 1, kv_heads, dim, device="cuda").bfloat16() for _ in range(2))

@@ -11,8 +11,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 from places import WITHOUT_PORTATTN
@@ -29,18 +27,18 @@ FACTOR, REST = 2.0, 5e-6
 
 
 @pytest.fixture(scope="module")
-def script() -> ModuleType:
+def script():
     return load(str(ROOT / "scripts" / "hub_kernel.py"))
 
 
 @pytest.fixture(scope="module")
-def repository(script: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def repository(script, tmp_path_factory):
     out = tmp_path_factory.mktemp("hub") / "portattn"
     script.write(out, ["torch-cpu"])
     return out
 
 
-def child(repository: Path, *command: str) -> Any:
+def child(repository, *command):
     """What a process prints that has no installed portattn, from a folder that is no source tree."""
     environment = {**os.environ, "LOCAL_KERNELS": f"portattn/portattn={repository}", "HF_HUB_OFFLINE": "1"}
     environment[WITHOUT_PORTATTN] = "1"
@@ -54,7 +52,7 @@ def child(repository: Path, *command: str) -> Any:
     return json.loads(ran.stdout.splitlines()[-1])
 
 
-def test_what_is_written(script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_written(script, tmp_path, capsys):
     out = tmp_path / "kernel"
     assert script.main(["--out", str(out), "--variants", "torch-cpu,torch-cuda", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -75,7 +73,7 @@ def test_what_is_written(script: ModuleType, tmp_path: Path, capsys: pytest.Capt
         assert metadata["digest"] == {"algorithm": "sha256", "files": digests}
 
 
-def test_the_library_is_whole(repository: Path) -> None:
+def test_the_library_is_whole(repository):
     """All modules and data of the source tree: a module that is left out is found by the first call that needs it."""
     library = repository / VARIANT / "library" / "portattn"
     written = {p.relative_to(library).as_posix() for p in library.rglob("*") if p.is_file()}
@@ -109,7 +107,7 @@ def test_an_interrupted_run_keeps_the_older_one(script, repository, tmp_path, mo
     before = sorted(p.relative_to(old) for p in old.rglob("*"))
     write_bytes, written = Path.write_bytes, []
 
-    def interrupted(path: Path, data: bytes) -> int:
+    def interrupted(path, data):
         if len(written) == 20:
             raise KeyboardInterrupt
         written.append(path)
@@ -123,7 +121,7 @@ def test_an_interrupted_run_keeps_the_older_one(script, repository, tmp_path, mo
 
 
 def test_a_full_disk_names_the_folder(script, tmp_path, monkeypatch, capsys):
-    def full(path: Path, data: bytes) -> int:
+    def full(path, data):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as a write says it: without a name
 
     monkeypatch.setattr(Path, "write_bytes", full)
@@ -132,7 +130,7 @@ def test_a_full_disk_names_the_folder(script, tmp_path, monkeypatch, capsys):
     assert f"{tmp_path / 'kernel'} was not written: [Errno 28] No space left" in capsys.readouterr().err
 
 
-def test_another_portattn_in_the_process_is_said(repository: Path) -> None:
+def test_another_portattn_in_the_process_is_said(repository):
     code = (
         "import importlib.util, json, sys, types; sys.modules['portattn'] = types.ModuleType('portattn')\n"
         "sys.modules['portattn'].__version__, sys.modules['portattn'].__file__ = '9.9', 'elsewhere'\n"
@@ -145,7 +143,7 @@ def test_another_portattn_in_the_process_is_said(repository: Path) -> None:
     assert text.startswith(f"the portattn kernel holds portattn {__version__}, and portattn 9.9 is imported already")
 
 
-def kernels_reason() -> str:
+def kernels_reason():
     if importlib.util.find_spec("kernels") is None:
         return "the kernels package is not installed"
     from transformers.utils import import_utils
@@ -159,7 +157,7 @@ def kernels_reason() -> str:
 
 @pytest.mark.transformers
 @pytest.mark.parametrize("loader", ["kernels", "direct"])
-def test_transformers_through_the_kernel(repository: Path, loader: str) -> None:
+def test_transformers_through_the_kernel(repository, loader):
     """Padded, packed, with each cache, in chunks and token by token; and a model with sinks."""
     pytest.importorskip("transformers", reason="the transformers package is not installed")
     if loader == "kernels" and kernels_reason():

@@ -61,8 +61,7 @@ def test_a_compiled_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_generation_and_prefill_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    measure = Measure("cpu", only="left-padded", tiny=True, rounds=1)
-    found = list(sets.transformers(measure))
+    found = list(sets.transformers(Measure("cpu", only="left-padded", tiny=True, rounds=1)))
     assert [(row["case"].split()[0], row["contender"]) for row in found] == [
         (what, who) for what in ("generate", "prefill") for who in sets.CONTENDERS
     ]

@@ -239,8 +239,7 @@ def test_rows_without_keys_have_torchs_lse() -> None:
     right = ATEN._scaled_dot_product_flash_attention_for_cpu(q, k, k, attn_mask=mask)
     with sdpa.flash_impl("cpu"):
         found = ATEN._scaled_dot_product_flash_attention_for_cpu(q, k, k, attn_mask=mask)
-    for mine, torchs in zip(found, right, strict=True):
-        torch.testing.assert_close(mine, torchs)
+    torch.testing.assert_close(found, right)
 
 
 @pytest.mark.parametrize(
@@ -322,8 +321,7 @@ def test_sdpas_flash_kernel_on_the_accelerator(dtype: torch.dtype, heads: int) -
                 assert path() == ("portattn" if serve else "none")
                 found.append([out.detach(), *torch.autograd.grad(out, leaves, gradient_of(out))])
     exact = [tensor.detach().double().requires_grad_() for tensor in leaves]
-    seen = torch.ones(2, 128, 128, dtype=torch.bool).tril()
-    right, _ = masked_attention(*exact, 64**-0.5, seen)
+    right, _ = masked_attention(*exact, 64**-0.5, torch.ones(2, 128, 128, dtype=torch.bool).tril())
     grads = torch.autograd.grad(right, exact, gradient_of(right))
     for torchs, mine, one in zip(*found, [right.detach(), *grads], strict=True):
         assert_within_budget(mine, torchs, one)
@@ -340,5 +338,4 @@ def test_the_lse_of_rows_without_keys_on_the_accelerator() -> None:
         with sdpa.flash_impl("cuda") if serve else torch.enable_grad():
             out, lse, *_ = ATEN._scaled_dot_product_flash_attention(*leaves, 0.0, True)
             found.append([out.detach(), lse, *torch.autograd.grad(out, leaves, gradient_of(out))])
-    for torchs, mine in zip(*found, strict=True):
-        torch.testing.assert_close(mine, torchs, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(*found, rtol=2e-3, atol=2e-3)

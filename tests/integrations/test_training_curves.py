@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,18 +33,18 @@ PLANTED = 1.001
 example: Any = load(str(ROOT / "examples" / "train_llama.py"))
 
 
-def trained(tmp_path: Path, mode: str, *more: str) -> dict[str, dict[str, Any]]:
+def trained(tmp_path, mode, *more):
     path = tmp_path / "curves.json"
     common = ["--device", "cpu", "--compile-backend", "aot_eager", "--json", str(path)]
     assert example.main(["--mode", mode, "--steps", str(STEPS), *common, *more]) == 0
     return {curve["attention"]: curve for curve in json.loads(path.read_text(encoding="utf-8"))["curves"]}
 
 
-def largest_difference(ours: dict[str, Any], eager: dict[str, Any]) -> float:
+def largest_difference(ours, eager):
     return max(abs(a - b) for a, b in zip(ours["losses"], eager["losses"], strict=True))
 
 
-def off(ours: dict[str, Any], eager: dict[str, Any]) -> list[str]:
+def off(ours, eager):
     """What is further apart than rounding: "losses", names of projections."""
     found = []
     if largest_difference(ours, eager) > LOSS:
@@ -58,7 +57,7 @@ def off(ours: dict[str, Any], eager: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("mode", example.MODES)
-def test_the_same_curve_with_both_attentions(mode: str, tmp_path: Path) -> None:
+def test_the_same_curve_with_both_attentions(mode, tmp_path):
     found = trained(tmp_path, mode)
     ours, eager = found["portattn"], found["eager"]
     assert off(ours, eager) == []
@@ -74,11 +73,11 @@ class _Wrong(torch.autograd.Function):
     """The tensor itself; its gradient is a thousandth too large."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, tensor):
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+    def backward(ctx, gradient):
         return gradient * PLANTED
 
 
@@ -88,7 +87,7 @@ def test_a_gradient_that_is_a_thousandth_too_large_is_seen(mode, place, tmp_path
     name = OPERATIONS.get(mode, "attention")
     right = getattr(integration.ops, name)
 
-    def wrong(*tensors: Any, **options: Any) -> Any:
+    def wrong(*tensors, **options):
         given = list(tensors)
         given[place] = _Wrong.apply(given[place])
         return right(*given, **options)
@@ -99,7 +98,7 @@ def test_a_gradient_that_is_a_thousandth_too_large_is_seen(mode, place, tmp_path
 
 
 @pytest.mark.parametrize(("mode", "argument"), [("padded", "leftpad_k"), ("plain", "causal")])
-def test_a_mask_that_is_lost_is_seen(mode: str, argument: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mask_that_is_lost_is_seen(mode, argument, tmp_path, monkeypatch):
     right = integration.ops.attention
     lost = {"leftpad_k": None, "causal": False}
     monkeypatch.setattr(
@@ -109,13 +108,11 @@ def test_a_mask_that_is_lost_is_seen(mode: str, argument: str, tmp_path: Path, m
     assert "losses" in off(found["portattn"], found["eager"])
 
 
-def test_sequences_that_see_each_other_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sequences_that_see_each_other_are_seen(tmp_path, monkeypatch):
     """Packed rows as one sequence."""
     right = integration.ops.varlen_attention
 
-    def together(
-        q: Any, k: Any, v: Any, begin_q: Any, begin_k: Any, longest_q: Any, longest_k: Any, **more: Any
-    ) -> Any:
+    def together(q, k, v, begin_q, begin_k, longest_q, longest_k, **more):
         ends = begin_q[[0, -1]].contiguous()
         return right(q, k, v, ends, ends, q.shape[0], k.shape[0], **more)
 
@@ -124,14 +121,14 @@ def test_sequences_that_see_each_other_are_seen(tmp_path: Path, monkeypatch: pyt
     assert "losses" in off(found["portattn"], found["eager"])
 
 
-def test_the_text_can_be_learnt_and_is_the_same_again() -> None:
+def test_the_text_can_be_learnt_and_is_the_same_again():
     texts = [example.Text(3).rows(4, 60) for _ in range(2)]
     assert torch.equal(*texts)
     assert not torch.equal(texts[0], example.Text(4).rows(4, 60))
     assert 0.0 < example.Text(3).entropy < torch.tensor(float(example.SUCCESSORS)).log() + 1e-6
 
 
-def test_labels_of_padded_and_packed_batches_are_predictable() -> None:
+def test_labels_of_padded_and_packed_batches_are_predictable():
     """Each label is predicted by a row of its own sequence, and no token but the first of a sequence lacks one."""
     padded = next(example.batches("padded", 0, 6, 30))
     mask, labels = padded["attention_mask"].bool(), padded["labels"]
@@ -153,17 +150,16 @@ def test_labels_of_padded_and_packed_batches_are_predictable() -> None:
         (["--mode", "backwards"], "invalid choice: 'backwards'"),
     ],
 )
-def test_bad_arguments(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_arguments(arguments, said, capsys):
     with pytest.raises(SystemExit) as end:
         example.main(arguments)
     assert end.value.code == 2
     assert said in capsys.readouterr().err
 
 
-def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_loss_that_is_not_finite_ends_the_run(tmp_path, capsys):
     path = tmp_path / "curves.json"
-    arguments = ["--steps", "40", "--lr", "1e30", "--device", "cpu", "--json", str(path)]
-    assert example.main(arguments) == 1
+    assert example.main(["--steps", "40", "--lr", "1e30", "--device", "cpu", "--json", str(path)]) == 1
     assert "train_llama: plain, eager: the loss of step " in capsys.readouterr().err
     assert not path.exists()
 
@@ -171,7 +167,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path, capsys: pytest.C
 def test_an_interrupt_keeps_what_was_finished(tmp_path, monkeypatch, capsys):
     right = example.train
 
-    def train(mode: str, attention: str, options: Any) -> Any:
+    def train(mode, attention, options):
         if attention == "portattn":
             raise KeyboardInterrupt
         return right(mode, attention, options)
@@ -186,7 +182,7 @@ def test_an_interrupt_keeps_what_was_finished(tmp_path, monkeypatch, capsys):
     assert not integration._registered
 
 
-def test_without_transformers_the_example_says_how_to_install_it(tmp_path: Path) -> None:
+def test_without_transformers_the_example_says_how_to_install_it(tmp_path):
     """In a process that cannot import it."""
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['transformers'] = None\n", encoding="utf-8")
     places = os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")])
@@ -199,7 +195,7 @@ def test_without_transformers_the_example_says_how_to_install_it(tmp_path: Path)
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_the_data_of_the_page_is_of_every_mode_and_holds_what_the_page_says() -> None:
+def test_the_data_of_the_page_is_of_every_mode_and_holds_what_the_page_says():
     """docs/training/loss-curves.json: a run of the example, whole, in which the curves are the same to rounding."""
     result = json.loads((ROOT / "docs" / "training" / "loss-curves.json").read_text(encoding="utf-8"))
     modes: dict[str, dict[str, Any]] = {}

@@ -1,8 +1,6 @@
 """What models ask for beyond a padded causal mask: windows, caps, sinks, holes, masks of one's own, both directions,
 position biases, packed rows. Each against `eager`, and each shown to matter."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -51,7 +49,7 @@ PLANTS = {
     ],
 )  # fmt: skip
 @torch.no_grad()
-def test_planted_errors_show(models: dict[str, Any], family: str, error: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_errors_show(models, family, error, monkeypatch):
     """In a dense forward, and in decoding over a cache that drops nothing."""
     model, ids, mask = models[family], tokens(), padding("left")
     eager = model(ids, attention_mask=mask, position_ids=positions(mask)).logits
@@ -73,7 +71,7 @@ def test_planted_errors_show(models: dict[str, Any], family: str, error: str, mo
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @torch.no_grad()
-def test_an_indexers_selection(cache: str) -> None:
+def test_an_indexers_selection(cache):
     """DeepSeek V3.2's layers name the keys of each query. `eager` over its caches is not equal to a dense forward."""
     ids, mask = tokens(), padding("left")
     model, wider = build("DeepseekV32"), build("DeepseekV32", index_topk=LENGTH)
@@ -88,9 +86,7 @@ def test_an_indexers_selection(cache: str) -> None:
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("family", ["Mistral", "GptOss"])
 @torch.no_grad()
-def test_a_window_in_a_left_padded_batch_is_each_sequence_s_own(
-    models: dict[str, Any], family: str, cache: str
-) -> None:
+def test_a_window_in_a_left_padded_batch_is_each_sequence_s_own(models, family, cache):
     """A padded row is worth what it is worth alone: seen from outside, without `eager` as the judge."""
     model, mask, chunks = models[family], padding("left"), (6, 3, 1, 1)
     with using(model, "portattn"):
@@ -100,7 +96,7 @@ def test_a_window_in_a_left_padded_batch_is_each_sequence_s_own(
 
 
 @torch.no_grad()
-def test_what_a_window_s_cache_has_dropped_needs_no_window(models: dict[str, Any]) -> None:
+def test_what_a_window_s_cache_has_dropped_needs_no_window(models):
     model = models["Mistral"]
     with using(model, "portattn"):
         in_chunks(model, tokens(), None, CACHES["dynamic"](model), (LENGTH - 1, 1))
@@ -110,7 +106,7 @@ def test_what_a_window_s_cache_has_dropped_needs_no_window(models: dict[str, Any
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @torch.no_grad()
-def test_sinks_of_another_dtype(dtype: torch.dtype) -> None:
+def test_sinks_of_another_dtype(dtype):
     """The model's own dtype goes through as it is; another is converted."""
     model = build("GptOss")
     for layer in model.model.layers:
@@ -127,7 +123,7 @@ def test_sinks_of_another_dtype(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", ["none", "left", "both"])
 @torch.no_grad()
-def test_chunked_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunked_attention(name, monkeypatch):
     model, ids, mask = build("Llama4"), tokens(), padding(name)
     arguments = {"attention_mask": mask, "position_ids": positions(mask)}
     eager = model(ids, **arguments).logits
@@ -143,7 +139,7 @@ def test_chunked_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 # ---------------------------------------------------------------- masks with holes
 
 
-def holes() -> torch.Tensor:
+def holes():
     mask = torch.ones(BATCH, LENGTH, dtype=torch.long)
     mask[1, 5] = 0
     mask[2, [0, 3, 4, 9]] = 0
@@ -152,7 +148,7 @@ def holes() -> torch.Tensor:
 
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Gemma2", "GptOss"])
 @torch.no_grad()
-def test_a_mask_with_holes(models: dict[str, Any], family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mask_with_holes(models, family, monkeypatch):
     model, mask = models[family], holes()
     eager = model(tokens(), attention_mask=mask).logits
     with using(model, "portattn"):
@@ -166,7 +162,7 @@ def test_a_mask_with_holes(models: dict[str, Any], family: str, monkeypatch: pyt
 
 
 @pytest.fixture
-def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+def as_on_an_accelerator(monkeypatch):
     """A prompt's mask is read back, those of the decoding steps are not."""
     monkeypatch.setattr(transformers_mask, "reads_back", lambda device, queries: queries > 1)
     monkeypatch.setattr(transformers_mask, "_with_holes", set())
@@ -177,12 +173,12 @@ def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Gemma2"])
 @torch.no_grad()
-def test_decoding_after_a_prompt_with_holes(models: dict[str, Any], family: str, cache: str, name: str) -> None:
+def test_decoding_after_a_prompt_with_holes(models, family, cache, name):
     """Right padding is a hole as soon as there is a token behind it."""
     model, prompt = models[family], holes() if name == "holes" else padding(name)
     mask = torch.cat([prompt, torch.ones(BATCH, 3, dtype=torch.long)], dim=1)
 
-    def logits() -> torch.Tensor:
+    def logits():
         return in_chunks(model, tokens(LENGTH + 3), mask, CACHES[cache](model), (LENGTH, 1, 1, 1))
 
     eager = logits()
@@ -194,7 +190,7 @@ def test_decoding_after_a_prompt_with_holes(models: dict[str, Any], family: str,
 @pytest.mark.usefixtures("as_on_an_accelerator")
 @pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}], ids=["dynamic", "static"])
 @torch.no_grad()
-def test_generating_from_a_prompt_with_holes(models: dict[str, Any], options: dict[str, Any]) -> None:
+def test_generating_from_a_prompt_with_holes(models, options):
     model, arguments = models["Gemma2"], {"attention_mask": holes(), "max_new_tokens": 6, "do_sample": False, **options}
     eager = model.generate(tokens(), **arguments)
     with using(model, "portattn"):
@@ -205,7 +201,7 @@ def test_generating_from_a_prompt_with_holes(models: dict[str, Any], options: di
 # ---------------------------------------------------------------- masks of one's own, overlays
 
 
-def own_mask() -> torch.Tensor:
+def own_mask():
     """Causal, but for a prefix that sees itself, and with some keys taken out."""
     i, j = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)
     seen = ((j <= i) | (j < 4)) & (j != 6) | (i == j)
@@ -215,7 +211,7 @@ def own_mask() -> torch.Tensor:
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Gemma2"])
 @pytest.mark.parametrize("kind", ["bool", "added", "added, a head each"])
 @torch.no_grad()
-def test_a_mask_of_one_s_own(models: dict[str, Any], family: str, kind: str) -> None:
+def test_a_mask_of_one_s_own(models, family, kind):
     """It is the whole mask, as for eager and sdpa: a layer's window is not put on top."""
     model, seen = models[family], own_mask()
     added = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
@@ -247,13 +243,13 @@ OVERLAYS = {
 @pytest.mark.parametrize("overlay", OVERLAYS)
 @pytest.mark.parametrize("family", ["Llama", "Mistral"])
 @torch.no_grad()
-def test_overlays(models: dict[str, Any], family: str, overlay: str, name: str) -> None:
+def test_overlays(models, family, overlay, name):
     model, ids, mask = models[family], tokens(), padding(name)
     if overlay == "image blocks" and not hasattr(hf, "blockwise_overlay"):
         pytest.skip("this transformers knows no blocks")
     create = hf.create_causal_mask if family == "Llama" else hf.create_sliding_window_causal_mask
 
-    def logits(**overlays: Any) -> torch.Tensor:
+    def logits(**overlays):
         embeddings = torch.empty(BATCH, LENGTH, 32)
         made = create(
             config=model.config, inputs_embeds=embeddings, attention_mask=mask, past_key_values=None, **overlays
@@ -277,7 +273,7 @@ ENCODERS = {
 }
 
 
-def encoder(family: str) -> Any:
+def encoder(family):
     config = getattr(transformers, f"{family}Config")(**ENCODER, **ENCODERS[family], attn_implementation="eager")
     torch.manual_seed(0)
     return getattr(transformers, f"{family}ForMaskedLM")(config).eval()
@@ -287,7 +283,7 @@ def encoder(family: str) -> Any:
 @pytest.mark.parametrize("name", [*PADDINGS, "holes"])
 @pytest.mark.parametrize("family", ENCODERS)
 @torch.no_grad()
-def test_encoders(family: str, name: str, validate: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_encoders(family, name, validate, monkeypatch):
     # Of this test's own models: a configuration that is gone may have had the address that one of these has now.
     monkeypatch.setattr(transformers_mask, "_with_holes", set())
     model, ids, mask = encoder(family), tokens(), holes() if name == "holes" else padding(name)
@@ -306,7 +302,7 @@ def test_encoders(family: str, name: str, validate: str, monkeypatch: pytest.Mon
 
 
 @torch.no_grad()
-def test_planted_errors_show_in_encoders(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_errors_show_in_encoders(monkeypatch):
     for family, error in (("ModernBert", {"window": None}), ("ModernBert", {"window": (2, 1)}), ("Bert", {})):
         model, mask = encoder(family), padding("right")
         eager = model(tokens(), attention_mask=mask).logits
@@ -317,7 +313,7 @@ def test_planted_errors_show_in_encoders(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @torch.no_grad()
-def test_a_decoder_that_looks_both_ways() -> None:
+def test_a_decoder_that_looks_both_ways():
     for family in ("Llama", "Mistral"):
         model, mask = build(family, is_causal=False), padding("both")
         eager = model(tokens(), attention_mask=mask, use_cache=False).logits
@@ -328,7 +324,7 @@ def test_a_decoder_that_looks_both_ways() -> None:
 
 
 @torch.no_grad()
-def test_a_layer_that_has_no_mask_and_says_that_it_is_not_causal() -> None:
+def test_a_layer_that_has_no_mask_and_says_that_it_is_not_causal():
     sizes = {k: ENCODER[k] for k in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")}
     config = transformers.ViTConfig(image_size=8, patch_size=4, initializer_range=0.4, **sizes)
     torch.manual_seed(0)
@@ -342,7 +338,7 @@ def test_a_layer_that_has_no_mask_and_says_that_it_is_not_causal() -> None:
 
 @pytest.mark.parametrize("name", ["none", "right", "left"])
 @torch.no_grad()
-def test_position_biases_and_cross_attention(t5: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_position_biases_and_cross_attention(t5, name, monkeypatch):
     mask = padding(name)
     arguments = {"input_ids": tokens(), "attention_mask": mask, "decoder_input_ids": tokens(7)}
     eager = t5(**arguments).logits
@@ -355,7 +351,7 @@ def test_position_biases_and_cross_attention(t5: Any, name: str, monkeypatch: py
 
 @pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}], ids=["dynamic", "static"])
 @torch.no_grad()
-def test_generating_with_position_biases(t5: Any, options: dict[str, Any]) -> None:
+def test_generating_with_position_biases(t5, options):
     arguments = {"attention_mask": padding("right"), "max_new_tokens": 8, "do_sample": False, **options}
     eager = t5.generate(tokens(), **arguments)
     with using(t5, "portattn"):
@@ -374,7 +370,7 @@ BEGINS = torch.tensor([0, 5, 11, 22, 24, 25, 33])
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Gemma2"])
 @pytest.mark.parametrize("how", ["position_ids", "cu_seq_lens", "both"])
 @torch.no_grad()
-def test_packed_rows(models: dict[str, Any], family: str, how: str) -> None:
+def test_packed_rows(models, family, how):
     """Each packed sequence gives what it gives alone."""
     model, ids = models[family], tokens()
     given = {"position_ids": PACKED, "use_cache": how == "cu_seq_lens"}
@@ -395,11 +391,11 @@ def test_packed_rows(models: dict[str, Any], family: str, how: str) -> None:
     assert (problem.op, problem.batch) == ("varlen_attention", 6)
 
 
-def test_packed_rows_in_training() -> None:
+def test_packed_rows_in_training():
     """Gradients as eager's; dropout goes with packed calls, too."""
     model = build("Llama").train()
 
-    def gradients() -> torch.Tensor:
+    def gradients():
         model.zero_grad()
         model(tokens(), labels=tokens(), position_ids=PACKED, use_cache=False).loss.backward()
         return model.model.layers[0].self_attn.k_proj.weight.grad.clone()

@@ -42,7 +42,7 @@ from portattn.integrations.transformers import register  # noqa: E402
 @pytest.mark.parametrize("name", PADDINGS)
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
-def test_logits_of_a_dense_forward(models: dict[str, Any], family: str, name: str, validate: str) -> None:
+def test_logits_of_a_dense_forward(models, family, name, validate):
     model, ids, mask = models[family], tokens(), padding(name)
     arguments = {"attention_mask": mask, "position_ids": positions(mask), "use_cache": False}
     eager = model(ids, **arguments).logits
@@ -61,9 +61,7 @@ def test_logits_of_a_dense_forward(models: dict[str, Any], family: str, name: st
     ids=lambda plant: next(iter(plant)),
 )
 @torch.no_grad()
-def test_planted_errors_show_in_a_dense_forward(
-    models: dict[str, Any], plant: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_planted_errors_show_in_a_dense_forward(models, plant, monkeypatch):
     model, ids, mask = models["Llama"], tokens(), padding("both")
     eager = model(ids, attention_mask=mask).logits
     real = ops.attention
@@ -78,7 +76,7 @@ def test_planted_errors_show_in_a_dense_forward(
 
 
 @torch.no_grad()
-def test_lengths_are_computed_once_a_forward(models: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lengths_are_computed_once_a_forward(models, monkeypatch):
     seen = []
     real = transformers_mask._runs
     monkeypatch.setattr(transformers_mask, "_runs", lambda mask: seen.append(mask.shape) or real(mask))
@@ -90,7 +88,7 @@ def test_lengths_are_computed_once_a_forward(models: dict[str, Any], monkeypatch
 
 
 @torch.no_grad()
-def test_bfloat16_keeps_its_dtype() -> None:
+def test_bfloat16_keeps_its_dtype():
     model = build("Llama").to(torch.bfloat16)
     mask = padding("left")
     eager = model(tokens(), attention_mask=mask).logits
@@ -108,7 +106,7 @@ def test_bfloat16_keeps_its_dtype() -> None:
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
-def test_chunked_prefill_and_decode(models: dict[str, Any], family: str, cache: str, name: str, validate: str) -> None:
+def test_chunked_prefill_and_decode(models, family, cache, name, validate):
     model, ids, mask = models[family], tokens(), padding(name)
     eager = model(ids, attention_mask=mask, position_ids=positions(mask), use_cache=False).logits
     with using(model, "portattn"), portattn.settings(validate=validate):
@@ -127,9 +125,7 @@ def test_chunked_prefill_and_decode(models: dict[str, Any], family: str, cache: 
 
 
 @torch.no_grad()
-def test_a_planted_alignment_error_shows_in_chunked_prefill(
-    models: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_planted_alignment_error_shows_in_chunked_prefill(models, monkeypatch):
     model, ids, mask = models["Llama"], tokens(), padding("left")
     eager = model(ids, attention_mask=mask, position_ids=positions(mask)).logits
     real = ops.attention
@@ -143,7 +139,7 @@ def test_a_planted_alignment_error_shows_in_chunked_prefill(
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("family", ["Llama", "Gemma2"])
 @torch.no_grad()
-def test_a_few_queries_over_a_longer_cache_are_decoding(models: dict[str, Any], family: str, cache: str) -> None:
+def test_a_few_queries_over_a_longer_cache_are_decoding(models, family, cache):
     model, ids = models[family], tokens()
     eager = model(ids).logits
     with using(model, "portattn"):
@@ -165,7 +161,7 @@ GREEDY = [
 
 @pytest.mark.parametrize(("family", "options", "name", "validate"), GREEDY)
 @torch.no_grad()
-def test_greedy_tokens(models: dict[str, Any], family: str, options: dict[str, Any], name: str, validate: str) -> None:
+def test_greedy_tokens(models, family, options, name, validate):
     model, mask = models[family], padding(name)
     ids = tokens().masked_fill(mask == 0, 0)
     arguments = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False, **options}
@@ -179,7 +175,7 @@ def test_greedy_tokens(models: dict[str, Any], family: str, options: dict[str, A
 
 
 @torch.no_grad()
-def test_left_padding_changes_no_tokens(models: dict[str, Any]) -> None:
+def test_left_padding_changes_no_tokens(models):
     """A padded row continues as it does alone: seen from outside, without `eager` as the judge."""
     model, mask = models["Llama"], padding("left")
     ids = tokens().masked_fill(mask == 0, 0)
@@ -191,7 +187,7 @@ def test_left_padding_changes_no_tokens(models: dict[str, Any]) -> None:
 
 # ---------------------------------------------------------------- compiling, kernels
 @torch.no_grad()
-def test_a_compiled_model_steps_around_the_call() -> None:
+def test_a_compiled_model_steps_around_the_call():
     model, mask = build("Llama", num_hidden_layers=1), padding("left")
     eager = model(tokens(), attention_mask=mask, use_cache=False).logits
     with using(model, "portattn"):
@@ -203,7 +199,7 @@ def test_a_compiled_model_steps_around_the_call() -> None:
 
 @pytest.mark.interpreter
 @torch.no_grad()
-def test_the_kernels_themselves(models: dict[str, Any]) -> None:
+def test_the_kernels_themselves(models):
     """Under Triton's interpreter: left padding, a chunk, and a decoding step over a static cache."""
     pytest.importorskip("triton", reason="the triton package is not installed")
     model, ids, mask = models["Llama"], tokens(), padding("left")
@@ -221,13 +217,13 @@ def test_the_kernels_themselves(models: dict[str, Any]) -> None:
 # Gradients and dropout of transformers models with portattn.
 @pytest.mark.parametrize("name", ["ones", "left", "right"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gradients(models: dict[str, Any], family: str, name: str) -> None:
+def test_gradients(models, family, name):
     model, ids, mask = models[family], tokens(), padding(name)
     # The token after left padding is predicted by a padding row, which means nothing in either implementation.
     predicted = mask.bool() & mask.roll(1, dims=1).bool()
     labels = ids.masked_fill(~predicted, -100)
 
-    def gradients() -> dict[str, torch.Tensor]:
+    def gradients():
         model.zero_grad()
         model(ids, attention_mask=mask, position_ids=positions(mask), labels=labels).loss.backward()
         return {n: p.grad.clone() for n, p in model.named_parameters()}
@@ -245,7 +241,7 @@ def test_gradients(models: dict[str, Any], family: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["none", "left", "packed"])
-def test_a_checkpointed_model_has_the_same_gradients(models: dict[str, Any], name: str) -> None:
+def test_a_checkpointed_model_has_the_same_gradients(models, name):
     """Plain rows run on a CPU by SDPA, padded and packed ones by the reference: each computes its forward again."""
     model, ids = models["Llama"], tokens()
     given: dict[str, Any] = {"input_ids": ids}
@@ -255,7 +251,7 @@ def test_a_checkpointed_model_has_the_same_gradients(models: dict[str, Any], nam
         places = torch.cat([torch.arange(LENGTH)] * ids.shape[0])
         given = {"input_ids": ids.reshape(1, -1), "position_ids": places[None]}
 
-    def gradients() -> dict[str, torch.Tensor]:
+    def gradients():
         model.zero_grad()
         model(**given, use_cache=False).logits.sin().sum().backward()
         return {n: p.grad.clone() for n, p in model.named_parameters()}
@@ -274,11 +270,11 @@ def test_a_checkpointed_model_has_the_same_gradients(models: dict[str, Any], nam
 
 
 @pytest.mark.parametrize("chunks", [(LENGTH - 1, 1), (LENGTH - 3, 3)], ids=["one token", "a few"])
-def test_a_decoding_step_that_is_differentiated(models: dict[str, Any], chunks: tuple[int, ...]) -> None:
+def test_a_decoding_step_that_is_differentiated(models, chunks):
     """By attention: decode_attention has no gradient, and serves the same step where none is asked for."""
     model, ids, mask = models["Llama"], tokens(), None
 
-    def gradient() -> torch.Tensor:
+    def gradient():
         model.zero_grad()
         in_chunks(model, ids, mask, CACHES["dynamic"](model), chunks)[:, -1].sin().sum().backward()
         return model.model.layers[0].self_attn.k_proj.weight.grad.clone()
@@ -298,7 +294,7 @@ def test_a_decoding_step_that_is_differentiated(models: dict[str, Any], chunks: 
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_training_on_a_gpu_runs_kernels_forward_and_backward(dropout: float) -> None:
+def test_training_on_a_gpu_runs_kernels_forward_and_backward(dropout):
     """The plan for the very problem that a training step asks for, on a GPU."""
     with using(build("Llama", attention_dropout=dropout).train(), "portattn") as model:
         model(tokens(), attention_mask=padding("left"))
@@ -310,7 +306,7 @@ def test_training_on_a_gpu_runs_kernels_forward_and_backward(dropout: float) -> 
     assert "gradients by triton" in plan.notes
 
 
-def test_dropout_is_applied_in_training_only() -> None:
+def test_dropout_is_applied_in_training_only():
     model = build("Llama", attention_dropout=0.5)
     with using(model, "portattn"), torch.no_grad():
         still = model(tokens()).logits
@@ -329,10 +325,10 @@ def test_dropout_is_applied_in_training_only() -> None:
     assert difference(several[:, -1:], still[:, -1:], None) > PLANTED
 
 
-def test_gradients_of_position_biases(t5: Any) -> None:
+def test_gradients_of_position_biases(t5):
     """T5's relative biases are weights."""
 
-    def gradients() -> torch.Tensor:
+    def gradients():
         t5.zero_grad()
         t5(input_ids=tokens(), attention_mask=padding("right"), labels=tokens(7)).loss.backward()
         return t5.encoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight.grad.clone()

@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +27,6 @@ from transformers import (  # noqa: E402
 from transformers.generation.continuous_batching import ContinuousBatchingManager  # noqa: E402
 
 from portattn.integrations.transformers import (  # noqa: E402
-    Registration,
     goes_through_interface,
     register,
 )
@@ -36,7 +34,7 @@ from portattn.integrations.transformers import (  # noqa: E402
 # ---------------------------------------------------------------- registering
 
 
-def test_register_twice_is_once(registration: Registration) -> None:
+def test_register_twice_is_once(registration):
     assert register() is registration
     assert register("portattn", backend=None) is registration
     with pytest.raises(portattn.ArgumentError, match="'portattn' is registered with None: remove"):
@@ -47,7 +45,7 @@ def test_register_twice_is_once(registration: Registration) -> None:
         register("portattn_misspelt", backend="tritton")
 
 
-def test_remove(models: dict[str, Any], registration: Registration) -> None:
+def test_remove(models, registration):
     with using(models["Llama"], "portattn") as model:
         registration.remove()
         for interface in (AttentionInterface, AttentionMaskInterface):
@@ -61,7 +59,7 @@ def test_remove(models: dict[str, Any], registration: Registration) -> None:
         fresh.remove()
 
 
-def test_remove_leaves_what_somebody_else_has_put_there(registration: Registration) -> None:
+def test_remove_leaves_what_somebody_else_has_put_there(registration):
     AttentionInterface.register("portattn", print)
     registration.remove()
     try:
@@ -74,13 +72,13 @@ def test_remove_leaves_what_somebody_else_has_put_there(registration: Registrati
 
 
 @pytest.mark.parametrize("name", ["my_flash", "sdpa", "flex_attention", "eager", "a/b", "paged|portattn", "", None])
-def test_names_that_transformers_reads_otherwise_are_refused(name: Any) -> None:
+def test_names_that_transformers_reads_otherwise_are_refused(name):
     with pytest.raises(portattn.ArgumentError, match="name is "):
         register(name)
 
 
 @torch.no_grad()
-def test_a_backend_is_handed_to_every_call(models: dict[str, Any]) -> None:
+def test_a_backend_is_handed_to_every_call(models):
     handle = register("portattn_reference", backend="reference")
     taken = []
     try:
@@ -93,12 +91,12 @@ def test_a_backend_is_handed_to_every_call(models: dict[str, Any]) -> None:
     assert taken == [("attention", "reference"), ("decode_attention", "reference")]
 
 
-def run_python(code: str) -> str:
+def run_python(code):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     return done.stdout + done.stderr
 
 
-def test_importing_registers_nothing_and_refuses_an_old_transformers() -> None:
+def test_importing_registers_nothing_and_refuses_an_old_transformers():
     out = run_python(
         "import importlib, transformers\n" "import portattn.integrations.transformers as integration\n"
         "interfaces = transformers.AttentionInterface(), transformers.AttentionMaskInterface()\n"
@@ -112,7 +110,7 @@ def test_importing_registers_nothing_and_refuses_an_old_transformers() -> None:
     assert "ImportError: transformers 6.0.1: sdpa_mask has no parameter 'q_length'; sdpa_" in out.splitlines()[-1]
 
 
-def test_importing_without_transformers_says_so() -> None:
+def test_importing_without_transformers_says_so():
     out = run_python(
         "import sys; sys.modules['transformers'] = None\n"
         "import portattn.integrations\n"
@@ -122,7 +120,7 @@ def test_importing_without_transformers_says_so() -> None:
     assert "pip install -e '.[transformers]' in the checkout" in out
 
 
-def test_the_guide_runs(registration: Registration, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_guide_runs(registration, capsys):
     """Every example of docs/integrations.md, in one namespace and in order, prints what the guide says it prints."""
     registration.remove()
     text = (DOCS / "integrations.md").read_text()
@@ -139,7 +137,7 @@ def test_the_guide_runs(registration: Registration, capsys: pytest.CaptureFixtur
             assert " ".join(printed.split()) == " ".join(block.split())
 
 
-def test_nothing_warns_on_a_plain_forward(models: dict[str, Any]) -> None:
+def test_nothing_warns_on_a_plain_forward(models):
     with using(models["Llama"], "portattn") as model, warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("error", portattn.FallbackWarning)
         model(tokens(), attention_mask=padding("left"))
@@ -156,7 +154,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("family", OTHERS)
-def test_models_that_compute_attention_themselves_are_refused_at_loading(family: str) -> None:
+def test_models_that_compute_attention_themselves_are_refused_at_loading(family):
     config = getattr(transformers, f"{family}Config")(**OTHERS[family])
     name = f"{family}ForCausalLM"
     with pytest.raises(portattn.ArgumentError, match=f"is 'portattn', but {name} computes attention itself: .*'eager'"):
@@ -192,9 +190,7 @@ class Unknown(transformers.PreTrainedModel):
         ("Mixer(nn.Module)", "", False),  # a model without attention, for all that can be seen
     ],
 )
-def test_a_model_that_nobody_knows(
-    attention: str, declared: str, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_nobody_knows(attention, declared, refused, tmp_path, monkeypatch):
     path = tmp_path / "modeling_unknown.py"
     path.write_text(UNKNOWN.format(attention=attention, declared=declared))
     spec = importlib.util.spec_from_file_location("modeling_unknown", path)
@@ -210,14 +206,14 @@ def test_a_model_that_nobody_knows(
         assert module.Unknown(config).config._attn_implementation == "portattn"
 
 
-def test_a_part_of_a_model_is_refused_by_its_own_name() -> None:
+def test_a_part_of_a_model_is_refused_by_its_own_name():
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
     images = transformers.ViTConfig(image_size=16, patch_size=4, **sizes)
     text = transformers.TrOCRConfig(
         vocab_size=VOCABULARY, d_model=32, decoder_layers=1, decoder_attention_heads=4, decoder_ffn_dim=48
     )
 
-    def make(implementation: Any) -> Any:
+    def make(implementation):
         config = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(images, text)
         config._attn_implementation = implementation
         return transformers.VisionEncoderDecoderModel(config)
@@ -229,7 +225,7 @@ def test_a_part_of_a_model_is_refused_by_its_own_name() -> None:
     assert model.decoder.config._attn_implementation == "eager"
 
 
-def test_who_goes_through_the_interface() -> None:
+def test_who_goes_through_the_interface():
     """The classes that the tests use, and models of models, which have no attention of their own."""
     for family in ("Llama", "Mistral", "Gemma2", "Gemma3", "GptOss", "Llama4"):
         assert goes_through_interface(getattr(transformers, f"{family}ForCausalLM"))
@@ -239,11 +235,11 @@ def test_who_goes_through_the_interface() -> None:
         assert not goes_through_interface(getattr(transformers, name))
 
 
-def wrapped() -> list[Any]:
+def wrapped():
     return [PreTrainedModel.get_correct_attn_implementation, ContinuousBatchingManager.switch_to_cb_friendly_attn]
 
 
-def test_methods_are_wrapped_while_a_name_is_registered(registration: Registration) -> None:
+def test_methods_are_wrapped_while_a_name_is_registered(registration):
     ours = wrapped()
     second = register("portattn_reference", backend="reference")
     assert wrapped() == ours
@@ -257,12 +253,10 @@ def test_methods_are_wrapped_while_a_name_is_registered(registration: Registrati
     assert [method.__wrapped__ for method in wrapped()] == theirs
 
 
-def test_a_method_that_somebody_else_has_wrapped_since_stays(
-    registration: Registration, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_method_that_somebody_else_has_wrapped_since_stays(registration, monkeypatch):
     ours = PreTrainedModel.get_correct_attn_implementation
 
-    def somebody(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def somebody(self, *args, **kwargs):
         return ours(self, *args, **kwargs)
 
     theirs = ours.__wrapped__

@@ -4,12 +4,17 @@ from typing import Any
 
 import pytest
 import torch
-from support import Device, assert_right, problem, random_call, run_core
-from test_quantised_accuracy import INPUTS, assert_exact, run
+from support import Device, problem, random_call
+from test_quantised_accuracy import INPUTS
 from test_quantised_caches import IN_WORDS, SMALL
-from test_quantised_words import check_bytes_of_int4, narrow, unpackings
-
-from portattn.schema.call import Call
+from test_quantised_words import (
+    check_bytes_of_int4,
+    check_exact_words,
+    check_words,
+    narrow,
+    unpackings,
+    without_pages,
+)
 
 FEW = {"block_m": 8, "block_n": 32}
 PAGES: dict[str, Any] = {"op": "paged_attention", "seq_k": 96, "head_dim": 64, "page_size": 8}
@@ -25,14 +30,6 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def without_pages(call: Call) -> Call:
-    """Pages that no key is in have ids of no page."""
-    if call.page_table is not None and call.seqlens_k is not None:
-        for sequence, length in enumerate(call.seqlens_k.tolist()):
-            call.page_table[sequence, -(-max(length, 0) // call.problem.page_size) :] = 2**30
-    return call
-
-
 # Each case with three formats and kinds of scales; int4 with both of its kinds everywhere.
 SOME = [(case, *stored) for i, case in enumerate(CASES) for j, stored in enumerate(IN_WORDS)
         if (i + j) % 4 == 0 or stored[0] == "int4"]  # fmt: skip
@@ -44,11 +41,9 @@ def test_few_rows_are_right(device: Device, case: str, kind: str, scales: str) -
     p = problem(**SMALL | {"kv_format": kind, "kv_scales": scales} | CASES[case])
     call = without_pages(random_call(p, seed=5, strides="" if p.aligned else "spare", device=device.name))
     loops = ["flat_masked"] if not p.page_size else ["by_page"] if kind == "int4" else ["flat_masked", "by_page"]
-    for unpack in unpackings(device):
-        for page_loop in loops:
-            lowering = {"unpack": unpack, "page_loop": page_loop}
-            for splits in (1, 2) if case == "sinks" else (2,):
-                assert_right(call, *run_core(device, call, lowering, FEW | {"splits": splits}))
+    for page_loop in loops:
+        for splits in (1, 2) if case == "sinks" else (2,):
+            check_words(device, call, {"page_loop": page_loop}, **FEW | {"splits": splits})
 
 
 LEFT = [{"window_left": 9}, {"mask": True}, {"softcap": True}, {"kv_format": "nvfp4"}, {"head_dim": 40}]
@@ -61,8 +56,7 @@ def test_what_few_rows_leave_to_words(device: Device, fields: dict[str, Any]) ->
     call = random_call(
         problem(**SMALL | base | {"kv_format": "int4", "kv_scales": scales} | fields), device=device.name
     )
-    for unpack in unpackings(device):
-        assert_right(call, *run_core(device, call, {"unpack": unpack}, FEW))
+    check_words(device, call, **FEW)
 
 
 @pytest.mark.parametrize(
@@ -70,21 +64,17 @@ def test_what_few_rows_leave_to_words(device: Device, fields: dict[str, Any]) ->
 )
 @pytest.mark.parametrize("what", INPUTS)
 def test_nothing_is_lost_beside_the_results_rounding(device, what, kind, dtype, scales, monkeypatch):
-    call = narrow(what, kind, dtype, scales, device.name)
-    for unpack in unpackings(device):
-        assert_exact(call, run(device, call, monkeypatch, {"unpack": unpack}, **FEW | {"block_n": 64}))
+    check_exact_words(device, narrow(what, kind, dtype, scales, device.name), monkeypatch, block_m=8)
 
 
 @pytest.mark.parametrize("scales", ["head", "token"])
 def test_every_byte_of_int4_is_read_exactly(device: Device, scales: str) -> None:
-    check_bytes_of_int4(device, scales, FEW)
+    check_bytes_of_int4(device, scales, "bf16", unpackings(device), FEW)
 
 
 @pytest.mark.parametrize("block_m", [8, 16])
 def test_a_query_of_zeros_attends_all_keys_alike(device: Device, block_m: int) -> None:
     fields = {"op": "decode_attention", "seq_k": 70, "head_dim": 64, "kv_format": "int4", "kv_scales": "token"}
-    p = problem(**SMALL | fields)
-    call = random_call(p, device=device.name)
+    call = random_call(problem(**SMALL | fields), device=device.name)
     call.q = torch.zeros_like(call.q)
-    for unpack in unpackings(device):
-        assert_right(call, *run_core(device, call, {"unpack": unpack}, FEW | {"block_m": block_m}))
+    check_words(device, call, **FEW | {"block_m": block_m})

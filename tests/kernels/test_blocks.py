@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 from opcalls import use_small_tiles, watched
-from support import Device, assert_right, random_call, run_core
+from support import assert_right, random_call, run_core
 
 import portattn
 from portattn import Problem
 from portattn.reference import blockwise
-from portattn.schema.call import Call
 from portattn.testing import verdict
 
 LISTED: dict[str, Any] = {
@@ -29,7 +28,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def call_of(name: str, seed: int, place: str, **fields: Any) -> Call:
+def call_of(name, seed, place, **fields):
     scale = -0.2 if name == "one_head_a_group" else None
     p = Problem(**(LISTED | CASES[name] | fields))
     strides = "spare" if name == "one_head_a_group" else "plain"
@@ -38,7 +37,7 @@ def call_of(name: str, seed: int, place: str, **fields: Any) -> Call:
 
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("name", CASES)
-def test_kernel_and_reference_give_the_oracles_results(device: Device, name: str, seed: int) -> None:
+def test_kernel_and_reference_give_the_oracles_results(device, name, seed):
     """NaN lies in blocks that no row lists, behind the sequences, and in the memory of results."""
     call = call_of(name, seed, device.name, return_lse=True)
     assert_right(call, *run_core(device, call, launch={"splits": 1 + 2 * seed}))
@@ -47,9 +46,7 @@ def test_kernel_and_reference_give_the_oracles_results(device: Device, name: str
 
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("name", CASES)
-def test_kernels_and_reference_give_the_oracles_gradients(
-    monkeypatch: pytest.MonkeyPatch, device: Device, name: str, seed: int
-) -> None:
+def test_kernels_and_reference_give_the_oracles_gradients(monkeypatch, device, name, seed):
     """Of odd seeds the rows that list a block are several chunks."""
     monkeypatch.setattr("portattn.planning.kernel_specs.backward.CHUNK", 12 if seed else 16384)
     call = call_of(name, seed, device.name, op="block_sparse_attention_backward", grad_lse=bool(seed))
@@ -60,7 +57,7 @@ def test_kernels_and_reference_give_the_oracles_gradients(
         assert facts["error"] <= facts["budget"]
 
 
-def tensors(rows: int = 21, keys: int = 40, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
+def tensors(rows=21, keys=40, dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
     return tuple(torch.randn(2, h, s, 16, generator=generator).to(dtype) for h, s in ((4, rows), (2, keys), (2, keys)))
 
@@ -68,9 +65,7 @@ def tensors(rows: int = 21, keys: int = 40, dtype: torch.dtype = torch.float32) 
 @pytest.mark.parametrize("places", [1, 2])
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 @pytest.mark.parametrize("backend", ["reference", pytest.param("interpreter", marks=pytest.mark.interpreter)])
-def test_public_calls_and_gradients_are_those_of_a_mask(
-    monkeypatch: pytest.MonkeyPatch, backend: str, layout: str, places: int
-) -> None:
+def test_public_calls_and_gradients_are_those_of_a_mask(monkeypatch, backend, layout, places):
     use_small_tiles(monkeypatch)
     q, k, v = tensors()
     listed = torch.rand(2, 2, 21, 3, generator=torch.Generator().manual_seed(1)).argsort(-1)[..., :places].int()
@@ -87,13 +82,12 @@ def test_public_calls_and_gradients_are_those_of_a_mask(
         out, lse = function(*leaves, *lists, **more, return_lse=True, layout=layout)
         (out * turn(q)).sum().add(lse[lse.isfinite()].sum()).backward()
         found.append((out, lse, *(leaf.grad for leaf in leaves)))
-    for ours, right in zip(*found, strict=True):
-        torch.testing.assert_close(ours, right, atol=3e-6, rtol=3e-6)
+    torch.testing.assert_close(*found, atol=3e-6, rtol=3e-6)
 
 
 @pytest.mark.parametrize("causal", [False, True, "top_left"])
 @pytest.mark.interpreter
-def test_wild_numbers_that_nothing_validates_stay_inside(monkeypatch: pytest.MonkeyPatch, causal: Any) -> None:
+def test_wild_numbers_that_nothing_validates_stay_inside(monkeypatch, causal):
     use_small_tiles(monkeypatch)
     least, most = -(2**31), 2**31 - 1
     wild = torch.tensor([[most, least, -1, 0], [4, 5, 2**27, 2**28 - 1], [2**26 + 1, 2, 1, least]], dtype=torch.int32)
@@ -108,8 +102,7 @@ def test_wild_numbers_that_nothing_validates_stay_inside(monkeypatch: pytest.Mon
             )
             found.append((out, lse, *torch.autograd.grad(out, leaves, torch.ones_like(out))))
         assert kernels or backend == "reference"
-    for ours, right in zip(*found, strict=True):
-        torch.testing.assert_close(ours, right, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
 
 
 LISTS = torch.tensor([[0, 1]], dtype=torch.int32).expand(2, 2, 21, 2)
@@ -127,7 +120,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("argument", WRONG)
-def test_wrong_arguments_are_named_with_their_limit(argument: str) -> None:
+def test_wrong_arguments_are_named_with_their_limit(argument):
     listed, more, limit = WRONG[argument]
     call = dict(zip("qkv", tensors(), strict=True)) | {"block_indices": listed, "block_size": 16} | more
     with pytest.raises(portattn.ArgumentError, match=limit) as caught:

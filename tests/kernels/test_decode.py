@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,13 +11,12 @@ import triton
 import triton.language as tl
 from kernel_cases import CAUSAL, check, picker
 from kernel_cases import problem as named_problem
-from support import TILE, Device, assert_right, core_plan, poisoned, problem, random_call, run_core
+from support import TILE, assert_right, core_plan, poisoned, problem, random_call, run_core
 
 from portattn.backends.cuda.launch_parts import merging
 from portattn.kernels.combine import combine as combine_kernel
 from portattn.launch import decode as launch_decode
 from portattn.launch import launch_all
-from portattn.schema.call import Call
 from portattn.schema.lowering import CHOICES
 from portattn.schema.symbolic_int import next_power_of_two
 
@@ -36,7 +34,7 @@ def decode(**fields):
 
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
-def test_features_are_right(device: Device, splits: int, features: dict) -> None:
+def test_features_are_right(device, splits, features):
     call = random_call(decode(**features), seed=1, device=device.name)
     assert_right(call, *run_core(device, call, launch={"splits": splits}))
 
@@ -44,14 +42,14 @@ def test_features_are_right(device: Device, splits: int, features: dict) -> None
 @pytest.mark.parametrize("causal", CAUSAL)
 @pytest.mark.parametrize("splits", [1, 2, 4])
 @pytest.mark.parametrize("seq_q", [2, 5])
-def test_several_queries(device: Device, causal: str, splits: int, seq_q: int) -> None:
+def test_several_queries(device, causal, splits, seq_q):
     p = decode(causal=causal, seq_q=seq_q, seqlens_k=True, leftpad_k=True)
     call = random_call(p, seed=2, device=device.name)
     assert_right(call, *run_core(device, call, launch={"splits": splits}))
 
 
 @pytest.mark.parametrize("splits", [2, 3, 4, 7, 20])
-def test_splits_agree_with_one(device: Device, splits: int) -> None:
+def test_splits_agree_with_one(device, splits):
     """More splits than key tiles (four) leave some programs with nothing: their share counts for nothing."""
     call = random_call(decode(seq_q=2, causal="bottom_right", leftpad_k=True), seed=4, device=device.name)
     out, lse = run_core(device, call, launch={"splits": 1})
@@ -62,7 +60,7 @@ def test_splits_agree_with_one(device: Device, splits: int) -> None:
 
 @pytest.mark.parametrize("seq_k", [31, 32, 33, 34])
 @pytest.mark.parametrize("seq_q", [2, 3])
-def test_the_first_causal_row_ends_around_a_tiles_end(device: Device, seq_q: int, seq_k: int) -> None:
+def test_the_first_causal_row_ends_around_a_tiles_end(device, seq_q, seq_k):
     """What is read unmasked must end with the first row's last key."""
     call = random_call(decode(causal="bottom_right", seq_q=seq_q, seq_k=seq_k, batch=1), device=device.name)
     for splits in (1, 2):
@@ -73,7 +71,7 @@ def test_the_first_causal_row_ends_around_a_tiles_end(device: Device, seq_q: int
     ("fields", "lengths", "unseen"),
     [({}, [0, 33], 1), ({"seq_q": 5, "causal": "bottom_right"}, [2, 50], 3)], ids=["an empty sequence", "few keys"],
 )  # fmt: skip
-def test_rows_of_the_first_sequence_see_nothing(device: Device, fields: dict, lengths: list[int], unseen: int) -> None:
+def test_rows_of_the_first_sequence_see_nothing(device, fields, lengths, unseen):
     call = random_call(decode(seqlens_k=True, **fields), device=device.name)
     call.seqlens_k = torch.tensor(lengths, dtype=torch.int32, device=device.name)
     call.k, call.v = call.k.nan_to_num(0.5), call.v.nan_to_num(0.5)
@@ -86,19 +84,19 @@ def test_rows_of_the_first_sequence_see_nothing(device: Device, fields: dict, le
 
 
 @pytest.mark.parametrize("sizes", [{"batch": 0}, {"seq_q": 0}, {"seq_k": 0}, {"seq_k": 1}, {"seq_k": 16}], ids=str)
-def test_empty_and_smallest_sizes(device: Device, sizes: dict) -> None:
+def test_empty_and_smallest_sizes(device, sizes):
     call = random_call(decode(**sizes), device=device.name)
     for splits in (1, 2):
         assert_right(call, *run_core(device, call, launch={"splits": splits}))
 
 
-def test_more_packed_rows_than_a_tile(device: Device) -> None:
+def test_more_packed_rows_than_a_tile(device):
     call = random_call(decode(heads_q=12, heads_k=2, seq_q=5, causal="bottom_right"), device=device.name)
     assert_right(call, *run_core(device, call, launch={"block_m": 16, "splits": 2}))
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_random_problems(device: Device, seed: int) -> None:
+def test_random_problems(device, seed):
     pick = picker(2000 + seed)
     heads_k = pick(1, 2, 3)
     p = decode(
@@ -116,9 +114,7 @@ LN_2 = math.log(2.0)
 SPLITS = (2, 7, launch_decode.CHUNK + 3)
 
 
-def prepared(
-    device: Device, splits: int, sinks: bool = False, **lowering: str
-) -> tuple[Call, launch_decode.Outputs, Callable[[], None]]:
+def prepared(device, splits, sinks=False, **lowering):
     """A call, its uninitialised outputs, and what launches combine on them."""
     call = random_call(named_problem("decode", sinks=sinks, seqlens_k=False, leftpad_k=False), 1, device=device.name)
     plan = core_plan(device, call.problem, lowering, {"splits": splits})
@@ -128,7 +124,7 @@ def prepared(
     return call, outputs, lambda: launch_all(launches, plan, call.q)
 
 
-def random_states(outputs: launch_decode.Outputs) -> tuple[torch.Tensor, torch.Tensor]:
+def random_states(outputs):
     """Fills the partial results. Returns each share's maximum and sum, float64 (splits, B, Hq, Sq)."""
     generator = torch.Generator().manual_seed(2)
     shape = outputs.partial.shape[:-1]
@@ -138,7 +134,7 @@ def random_states(outputs: launch_decode.Outputs) -> tuple[torch.Tensor, torch.T
     return maxima.double(), sums.double()
 
 
-def merged(partial: torch.Tensor, exponents: torch.Tensor, sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def merged(partial, exponents, sums):
     """The merge in float64. Shares with a sum of 0 are left out; exponents are natural."""
     exponents = exponents.masked_fill(sums == 0.0, -INF)
     base = exponents.amax(0).nan_to_num(neginf=0.0)
@@ -149,7 +145,7 @@ def merged(partial: torch.Tensor, exponents: torch.Tensor, sums: torch.Tensor) -
     return out, base + torch.log(total)
 
 
-def assert_merged(outputs: launch_decode.Outputs, exponents: torch.Tensor, sums: torch.Tensor) -> None:
+def assert_merged(outputs, exponents, sums):
     out, lse = merged(outputs.partial, exponents, sums)
     torch.testing.assert_close(outputs.out.cpu().double(), out, rtol=1e-5, atol=2e-6)
     torch.testing.assert_close(outputs.lse.cpu().double(), lse, rtol=1e-6, atol=2e-6)
@@ -183,7 +179,7 @@ def test_a_row_has_several_programs_where_merging_begins_early(device, monkeypat
 
 @pytest.mark.parametrize("exp", CHOICES["exp"])
 @pytest.mark.parametrize("splits", SPLITS)
-def test_weights_are_sums_against_the_largest_maximum(device: Device, splits: int, exp: str) -> None:
+def test_weights_are_sums_against_the_largest_maximum(device, splits, exp):
     _, outputs, launch = prepared(device, splits, exp=exp)
     maxima, sums = random_states(outputs)
     outputs.partial_state.copy_(torch.stack([maxima, sums], -1))
@@ -193,7 +189,7 @@ def test_weights_are_sums_against_the_largest_maximum(device: Device, splits: in
 
 @pytest.mark.parametrize("exp", CHOICES["exp"])
 @pytest.mark.parametrize("splits", SPLITS)
-def test_a_share_that_attended_nothing_has_no_weight(device: Device, splits: int, exp: str) -> None:
+def test_a_share_that_attended_nothing_has_no_weight(device, splits, exp):
     """Its sum says so. Its maximum and its partial result may be anything."""
     _, outputs, launch = prepared(device, splits, exp=exp)
     maxima, sums = random_states(outputs)
@@ -211,7 +207,7 @@ def test_a_share_that_attended_nothing_has_no_weight(device: Device, splits: int
 
 
 @pytest.mark.parametrize("exp", CHOICES["exp"])
-def test_what_is_not_finite_stays_so(device: Device, exp: str) -> None:
+def test_what_is_not_finite_stays_so(device, exp):
     """A share that attended NaN or infinity: its sum is NaN, whatever its maximum is. One of -inf has no weight."""
     _, outputs, launch = prepared(device, 3, exp=exp)
     maxima, sums = random_states(outputs)
@@ -229,7 +225,7 @@ def test_what_is_not_finite_stays_so(device: Device, exp: str) -> None:
 
 
 @pytest.mark.parametrize("splits", SPLITS)
-def test_variants_shares_merge_by_their_lses(device: Device, splits: int) -> None:
+def test_variants_shares_merge_by_their_lses(device, splits):
     """The launch that Hopper's kernels share. A share of -inf counts for nothing, with NaN in its result."""
     call, outputs, _ = prepared(device, splits)
     lses = random_states(outputs)[0]
@@ -247,13 +243,12 @@ def test_variants_shares_merge_by_their_lses(device: Device, splits: int) -> Non
     kernel[step.grid](**step.arguments | {"DEPENDENT": False}, **options)
     assert outputs.out[0, 0].isnan().all()
     assert outputs.lse[0, 0].isnan().all()
-    sums = torch.isfinite(lses).double()
-    out, lse = merged(outputs.partial, lses, sums)
+    out, lse = merged(outputs.partial, lses, torch.isfinite(lses).double())
     torch.testing.assert_close(outputs.out[:, 1:].cpu().double(), out[:, 1:], rtol=1e-5, atol=2e-6)
     torch.testing.assert_close(outputs.lse[:, 1:].cpu().double(), lse[:, 1:], rtol=1e-6, atol=2e-6)
 
 
-def test_the_largest_sink_is_the_lse(device: Device) -> None:
+def test_the_largest_sink_is_the_lse(device):
     """Scores in base 2 cannot hold it, so its state has it as it is (sink_score), and so has the LSE."""
     call, outputs, launch = prepared(device, 3, sinks=True, exp="exp2")
     call.sinks.copy_(torch.tensor([3e38, -3e38, 0.0, 0.5]))
@@ -277,7 +272,7 @@ ONE = {"batch": 1, "heads_q": 1, "heads_k": 1}
 
 @pytest.mark.parametrize("name", ["dense", "decode"])
 @pytest.mark.parametrize("pipeline", ["plain", "rotated"])
-def test_windows_that_begin_around_a_tiles_end(device: Device, name: str, pipeline: str) -> None:
+def test_windows_that_begin_around_a_tiles_end(device, name, pipeline):
     """Windows of two to three tiles: some hold a tile for all rows, and all have edges before and after it."""
     rows = 18 if name == "dense" else 3
     for left in range(2 * TILE, 3 * TILE):
@@ -288,14 +283,14 @@ def test_windows_that_begin_around_a_tiles_end(device: Device, name: str, pipeli
 
 
 @pytest.mark.parametrize("pipeline", ["plain", "rotated"])
-def test_rows_that_end_around_a_tiles_end(device: Device, pipeline: str) -> None:
+def test_rows_that_end_around_a_tiles_end(device, pipeline):
     for seq_k in range(2 * TILE, 3 * TILE):
         p = named_problem("dense", **ONE, seq_q=TILE + 2, seq_k=seq_k, causal="bottom_right")
         check(device, random_call(p, seq_k, device=device.name), pipeline=pipeline)
 
 
 @pytest.mark.parametrize("splits", [17, 21])
-def test_more_splits_than_are_merged_at_a_time(device: Device, splits: int) -> None:
+def test_more_splits_than_are_merged_at_a_time(device, splits):
     """The largest scores are in the last split, which the merging kernel reads in a second step."""
     fields = {"seq_q": 1, "seq_k": splits * TILE - 5, "batch": 1, "seqlens_k": False, "leftpad_k": False}
     call = random_call(named_problem("decode", **fields), 1, device=device.name)

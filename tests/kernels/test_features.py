@@ -201,7 +201,6 @@ def assert_not_finite_alike(call: Call, out: torch.Tensor, lse: torch.Tensor | N
     """The same elements are finite. Over an infinite score, out and LSE may be infinite or NaN."""
     expected, expected_lse = oracle(call)
     assert torch.equal(torch.isfinite(out), torch.isfinite(expected))
-    assert lse is not None
     assert torch.equal(torch.isfinite(lse), torch.isfinite(expected_lse))
 
 
@@ -246,5 +245,4 @@ def test_a_bias_of_minus_infinity_masks_whatever_the_key_holds(device: Device, n
         call.k[:, :, KEY] = call.v[:, :, KEY] = held
         results.append(run(device, call))
     assert_right(call, *results[0])
-    for plain, spoilt in zip(*results, strict=True):
-        assert torch.equal(spoilt, plain)
+    torch.testing.assert_close(*results, rtol=0, atol=0)

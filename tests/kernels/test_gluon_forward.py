@@ -1,22 +1,20 @@
 """The scheduled forwards of sm_90 on such a chip: their numbers, and what they must not see or touch."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from gluon_forward_cases import BASE, CAUSAL, FEW_TILES, PACKED, ROWS, SIZES, UNSEEN, VARIANT, WINDOWS, problem
 from kernel_cases import NAN_BYTE, with_lengths
-from support import Device, random_call
+from support import random_call
 from variantchip import assert_variant_right, device_for
 
 import portattn
-from portattn import Problem
 from portattn.backends.cuda.hopper_forward.quantized_variants import Fp8Variant, Int8Variant
 from portattn.launch.run import run_variant
 from portattn.planning.backend import Variant
-from portattn.schema.call import TENSORS, Call
+from portattn.schema.call import TENSORS
 from portattn.testing.oracle import oracle
 from portattn.testing.tolerance import nan_filled_memory, on_cpu
 
@@ -59,7 +57,7 @@ WIDTHS = [(kind, head_dim) for kind in KINDS for head_dim in KINDS[kind].widths]
 PARTS = [(kind, head_dim, causal) for kind, head_dim in WIDTHS for causal in KINDS[kind].causal]
 
 
-def of(kind: str, head_dim: int = 128, base: Problem = BASE, **fields: Any) -> Problem:
+def of(kind, head_dim=128, base=BASE, **fields):
     """A problem of the kind; int8 takes no softcap."""
     if kind == "int8":
         fields["softcap"] = False
@@ -67,18 +65,18 @@ def of(kind: str, head_dim: int = 128, base: Problem = BASE, **fields: Any) -> P
 
 
 @pytest.fixture
-def chip(device: Device) -> Device:
+def chip(device):
     return device_for(VARIANT, BASE, device)
 
 
-def assert_right(call: Call, kind: str = "16 bits") -> None:
+def assert_right(call, kind="16 bits"):
     assert_variant_right(KINDS[kind].variant, call)
 
 
 @pytest.mark.parametrize(("kind", "head_dim"), WIDTHS)
 @pytest.mark.parametrize("causal", CAUSAL)
 @pytest.mark.parametrize("name", SIZES)
-def test_numbers(chip: Device, name: str, causal: str, kind: str, head_dim: int) -> None:
+def test_numbers(chip, name, causal, kind, head_dim):
     for more, seed, extremes in KINDS[kind].turns:
         p = of(kind, head_dim, **more | {"causal": causal} | SIZES[name])
         assert_right(random_call(p, seed, device=chip.name, extremes=extremes), kind)
@@ -87,7 +85,7 @@ def test_numbers(chip: Device, name: str, causal: str, kind: str, head_dim: int)
 @pytest.mark.parametrize(("kind", "head_dim"), WIDTHS)
 @pytest.mark.parametrize("causal", CAUSAL)
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
-def test_windows(chip: Device, window: tuple[int, int], causal: str, kind: str, head_dim: int) -> None:
+def test_windows(chip, window, causal, kind, head_dim):
     sides = {"window_left": window[0], "window_right": window[1] if causal == "none" else -1}
     for sizes in (
         {}, {"seq_q": 500, "seq_k": 260}, {"seq_q": 130, "seq_k": 900}, {"seqlens_q": True, "seqlens_k": True},
@@ -98,12 +96,12 @@ def test_windows(chip: Device, window: tuple[int, int], causal: str, kind: str, 
 
 @pytest.mark.parametrize("causal", CAUSAL)
 @pytest.mark.parametrize(("kind", "widths"), [(kind, pair) for kind in KINDS for pair in KINDS[kind].between], ids=str)
-def test_heads_between_the_kernel_s_widths(chip: Device, kind: str, widths: tuple[int, int], causal: str) -> None:
+def test_heads_between_the_kernel_s_widths(chip, kind, widths, causal):
     p = of(kind, causal=causal, head_dim=widths[0], head_dim_v=widths[1])
     assert_right(random_call(p, 5, device=chip.name), kind)
 
 
-def packed_call(kind: str, p: Problem, keys: Sequence[int], queries: Sequence[int], device: str) -> Call:
+def packed_call(kind, p, keys, queries, device):
     """Of these lengths. What a random call does not use has scales that are no scales: some of it is used here."""
     call = with_lengths(random_call(p, 7, device=device), keys, queries)
     for name in ("q_scale", "k_scale") if kind == "int8" else ():
@@ -115,7 +113,7 @@ def packed_call(kind: str, p: Problem, keys: Sequence[int], queries: Sequence[in
 @pytest.mark.parametrize(("kind", "head_dim"), WIDTHS)
 @pytest.mark.parametrize("causal", CAUSAL)
 @pytest.mark.parametrize("name", ROWS)
-def test_packed(chip: Device, name: str, causal: str, kind: str, head_dim: int) -> None:
+def test_packed(chip, name, causal, kind, head_dim):
     queries, keys = zip(*ROWS[name], strict=True)
     sizes = {"batch": len(queries), "seq_q": max(1, *queries), "seq_k": max(1, *keys), "total_q": sum(queries) + 3,
              "total_k": sum(keys) + 3}  # fmt: skip
@@ -126,7 +124,7 @@ def test_packed(chip: Device, name: str, causal: str, kind: str, head_dim: int) 
 
 @pytest.mark.parametrize(("kind", "head_dim", "causal"), PARTS)
 @pytest.mark.parametrize("name", FEW_TILES)
-def test_keys_of_few_tiles_are_split(chip: Device, name: str, kind: str, head_dim: int, causal: str) -> None:
+def test_keys_of_few_tiles_are_split(chip, name, kind, head_dim, causal):
     fields = {"batch": 1, "heads_q": 2, "heads_k": 1} | FEW_TILES[name]
     for _, seed, extremes in KINDS[kind].turns:
         p = of(kind, head_dim, causal=causal, **fields)
@@ -134,14 +132,14 @@ def test_keys_of_few_tiles_are_split(chip: Device, name: str, kind: str, head_di
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_scale_of_nothing(chip: Device, kind: str) -> None:
+def test_a_scale_of_nothing(chip, kind):
     assert_right(random_call(of(kind, causal="bottom_right"), 2, device=chip.name, scale=0.0), kind)
 
 
 @pytest.mark.parametrize(("kind", "head_dim"), WIDTHS)
 @pytest.mark.parametrize("many", [False, True], ids=["split", "whole"])
 @pytest.mark.parametrize("name", UNSEEN)
-def test_what_no_row_sees_may_be_anything(chip: Device, name: str, many: bool, kind: str, head_dim: int) -> None:
+def test_what_no_row_sees_may_be_anything(chip, name, many, kind, head_dim):
     """Numbers, and scales of tokens."""
     fields, keys = UNSEEN[name]
     heads = {"heads_q": 64, "heads_k": 32} if many else {"batch": 1, "heads_q": 2, "heads_k": 1}
@@ -154,7 +152,7 @@ def test_what_no_row_sees_may_be_anything(chip: Device, name: str, many: bool, k
 
 
 @pytest.mark.parametrize("fields", [{}, {"seqlens_k": True}, {"seq_q": 1, "seq_k": 3000}], ids=str)
-def test_the_largest_sinks(chip: Device, fields: dict[str, Any]) -> None:
+def test_the_largest_sinks(chip, fields):
     """One takes all the weight or none, and is as it was given where it is a row's LSE."""
     call = random_call(problem(sinks=True, **fields), 4, device=chip.name, extremes=True)
     most = torch.finfo(torch.float32).max
@@ -167,7 +165,7 @@ def test_the_largest_sinks(chip: Device, fields: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("causal", ["none", "bottom_right"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_both_ends_of_one_tile(chip: Device, head_dim: int, causal: str) -> None:
+def test_both_ends_of_one_tile(chip, head_dim, causal):
     """NaN before the window and behind the keys of one tile, which warp groups clear at the same time."""
     p = problem(
         batch=32, heads_q=8, heads_k=8, seq_q=9, seq_k=60, head_dim=head_dim, head_dim_v=head_dim, causal=causal,
@@ -180,7 +178,7 @@ def test_both_ends_of_one_tile(chip: Device, head_dim: int, causal: str) -> None
 
 
 @pytest.mark.parametrize(("kind", "head_dim", "causal"), [one for one in PARTS if one[0] != "int8"])
-def test_packed_neighbours_may_hold_anything(chip: Device, kind: str, head_dim: int, causal: str) -> None:
+def test_packed_neighbours_may_hold_anything(chip, kind, head_dim, causal):
     queries, keys = (100, 1, 130, 69), (70, 33, 200, 97)
     sizes, variant = {"total_q": 303, "total_k": 403, "seq_q": 130, "seq_k": 200}, KINDS[kind].variant
     for fields in ({}, {"window_left": 30}):
@@ -201,7 +199,7 @@ def test_packed_neighbours_may_hold_anything(chip: Device, kind: str, head_dim: 
 
 @pytest.mark.parametrize("softcap", [30.0, 64.0, 256.0, 3e4, 1e8])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_caps_of_any_size(chip: Device, head_dim: int, softcap: float) -> None:
+def test_caps_of_any_size(chip, head_dim, softcap):
     """A tanh's absolute error times the cap may be more than a score has."""
     for causal in ("none", "bottom_right"):
         p = problem(head_dim=head_dim, head_dim_v=head_dim, causal=causal, softcap=True)
@@ -218,7 +216,7 @@ LOWEST, HIGHEST = -(2**31), 2**31 - 1
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("causal", CAUSAL)
-def test_wild_beginnings_and_lengths_touch_nothing_outside(chip: Device, causal: str, head_dim: int) -> None:
+def test_wild_beginnings_and_lengths_touch_nothing_outside(chip, causal, head_dim):
     """They are clamped; what is not of a sequence's own rows stays as it was, and other sequences are right."""
     fields: dict[str, Any] = {"causal": causal, "head_dim": head_dim, "head_dim_v": head_dim}
     packed = random_call(problem(PACKED, **fields, window_left=50), 3, device=chip.name)
@@ -227,8 +225,7 @@ def test_wild_beginnings_and_lengths_touch_nothing_outside(chip: Device, causal:
             call = dataclasses.replace(packed)
             setattr(call, name, torch.tensor(wild, dtype=torch.int32, device=chip.name))
             assert fenced(call)
-    p = problem(**fields, batch=5, seqlens_q=True, seqlens_k=True)
-    padded = random_call(p, 3, device=chip.name)
+    padded = random_call(problem(**fields, batch=5, seqlens_q=True, seqlens_k=True), 3, device=chip.name)
     exact = run_variant(VARIANT, padded)[1]
     for name in ("seqlens_q", "seqlens_k"):
         call = dataclasses.replace(padded)
@@ -239,7 +236,7 @@ def test_wild_beginnings_and_lengths_touch_nothing_outside(chip: Device, causal:
         assert torch.equal(run_variant(VARIANT, call)[1][::2], exact[::2])
 
 
-def fenced(call: Call) -> bool:
+def fenced(call):
     """Whether a run writes nothing before and after the memory of out and LSE."""
     fence, results = 1 << 16, []
     tensors: dict[str, Any] = {name: getattr(call, name) for name in TENSORS}
@@ -252,7 +249,7 @@ def fenced(call: Call) -> bool:
     return all(bool((m[:fence] == 7.0).all() and (m[-fence:] == 7.0).all()) for m in results)
 
 
-def test_launches_that_wait_for_another_stream_run_beside_its_next_ones(chip: Device) -> None:
+def test_launches_that_wait_for_another_stream_run_beside_its_next_ones(chip):
     """No two of them may draw from one counter (tests/backends/cuda/test_copies.py)."""
     call = random_call(
         problem(head_dim=64, head_dim_v=64, heads_q=40, heads_k=8, seq_q=512, seq_k=512), 5, device=chip.name
@@ -280,7 +277,7 @@ def test_launches_that_wait_for_another_stream_run_beside_its_next_ones(chip: De
     assert all(torch.equal(out, expected) for out in results)
 
 
-def test_strides(chip: Device) -> None:
+def test_strides(chip):
     call = random_call(problem(batch=1), 8, device=chip.name)
     expected = run_variant(VARIANT, call)[1]
     for name in ("q", "k", "v"):
@@ -291,7 +288,7 @@ def test_strides(chip: Device) -> None:
     assert_right(broadcast)
 
 
-def test_the_public_call_takes_it_keeps_it_and_replays_it(chip: Device) -> None:
+def test_the_public_call_takes_it_keeps_it_and_replays_it(chip):
     call = random_call(problem(return_lse=False, causal="bottom_right"), 5, device=chip.name)
     first = portattn.attention(call.q, call.k, call.v, causal=True)
     assert portattn.last_plan().path == "gluon_forward"
@@ -301,8 +298,7 @@ def test_the_public_call_takes_it_keeps_it_and_replays_it(chip: Device) -> None:
     torch.testing.assert_close(first, core, atol=2e-2, rtol=2e-2)
     swapped = [t.transpose(1, 2).contiguous() for t in (call.q, call.k, call.v)]
     for _ in range(2):
-        again = portattn.attention(*swapped, causal=True, layout="bshd")
-        assert torch.equal(again.transpose(1, 2), first)
+        assert torch.equal(portattn.attention(*swapped, causal=True, layout="bshd").transpose(1, 2), first)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         held = portattn.attention(call.q, call.k, call.v, causal=True)

@@ -39,8 +39,7 @@ def test_every_problem_that_it_takes_has_a_schedule_that_fits() -> None:
                 for base in (BASE, PACKED):
                     p = problem(base, head_dim=head_dim, head_dim_v=head_dim, causal=causal, **sizes)
                     assert VARIANT.rejects(p, SM_90) is None
-                    found = choice(p)
-                    s, wide = found.schedule, width(head_dim)
+                    s, wide = choice(p).schedule, width(head_dim)
                     assert s.groups in REGISTERS
                     assert 8 + 2 * s.stages <= 16
                     assert s.own_out or (not s.reg_q and s.parts == 1)
@@ -131,8 +130,7 @@ CHANGES: list[tuple[int, str, dict[str, Any]]] = [
 def test_where_the_output_and_the_queries_are(chip, head_dim, causal, changes):
     for base in (problem(**SIZES["many tiles"]), problem(PACKED, total_q=2000, total_k=2000, heads_q=40, heads_k=8)):
         p = msgspec.structs.replace(base, head_dim=head_dim, head_dim_v=head_dim, causal=causal)
-        chosen = choice(p)
-        schedule = msgspec.structs.replace(chosen.schedule, **changes)
+        schedule = msgspec.structs.replace(choice(p).schedule, **changes)
         assert_schedule_right(schedule, random_call(p, 3, device=chip.name))
 
 

@@ -2,7 +2,6 @@
 What they share with the forward of 16 bits is in test_gluon_forward.py."""
 
 import dataclasses
-from typing import Any
 
 import gluon_forward_cases as wide
 import msgspec
@@ -10,33 +9,31 @@ import pytest
 import torch
 from kernel_cases import with_lengths
 from oracle64 import masked_attention
-from support import CPU, Device, random_call
+from support import CPU, random_call
 from test_gluon_forward import KINDS, of
 from test_quantised_accuracy import INPUTS, call_of, rms
 from variantchip import assert_variant_right, device_for
 
 import portattn
-from portattn import Problem
 from portattn.backends.cuda.hopper_forward.quantized_variants import Fp8Launcher, Int8Launcher
 from portattn.launch.run import launch_tensors, run_variant
-from portattn.schema.call import Call
 from portattn.testing.oracle import oracle
 from portattn.testing.tolerance import judge, nan_filled_memory, on_cpu
 
 VARIANT, INT8 = KINDS["e4m3"].variant, KINDS["int8"].variant
 
 
-def problem(base: Problem = wide.BASE, **fields: Any) -> Problem:
+def problem(base=wide.BASE, **fields):
     return of("e4m3", base=base, **fields)
 
 
 @pytest.fixture
-def chip(device: Device) -> Device:
+def chip(device):
     return device_for(VARIANT, problem(), device)
 
 
 @pytest.mark.parametrize("wild", [float("nan"), float("inf"), 0.0, -1.0])
-def test_a_sequence_without_keys_may_have_any_scale(chip: Device, wild: float) -> None:
+def test_a_sequence_without_keys_may_have_any_scale(chip, wild):
     padded = random_call(problem(causal="bottom_right", seqlens_k=True), 3, device=chip.name)
     padded.seqlens_k[0] = 0
     p = problem(wide.PACKED, batch=3, total_q=233, total_k=303, seq_q=100, seq_k=200)
@@ -50,7 +47,7 @@ def test_a_sequence_without_keys_may_have_any_scale(chip: Device, wild: float) -
         assert lse[rows].isneginf().all()
 
 
-def assert_schedule_right(call: Call, **changes: Any) -> None:
+def assert_schedule_right(call, **changes):
     variant = VARIANT if call.problem.kv_format == "e4m3" else INT8
     launcher = variant.described(call)
     assert isinstance(launcher, Fp8Launcher if variant is VARIANT else Int8Launcher)
@@ -66,14 +63,14 @@ def assert_schedule_right(call: Call, **changes: Any) -> None:
 @pytest.mark.parametrize(("kept", "halved"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("keys", [64, 128])
 @pytest.mark.parametrize("turns", [False, True])
-def test_schedules(chip: Device, turns: bool, keys: int, kept: bool, halved: bool) -> None:
+def test_schedules(chip, turns, keys, kept, halved):
     call = random_call(problem(**wide.SIZES["many tiles"]), 3, device=chip.name)
     assert_schedule_right(call, kept=kept, halved=halved, keys=keys, turns=turns)
 
 
 @pytest.mark.parametrize("halved", [False, True])
 @pytest.mark.parametrize("groups", [2, 3])
-def test_schedules_of_narrow_heads(chip: Device, groups: int, halved: bool) -> None:
+def test_schedules_of_narrow_heads(chip, groups, halved):
     for fields in (wide.SIZES["many tiles"], {"causal": "bottom_right", "seq_q": 700, "seq_k": 1900}):
         call = random_call(problem(head_dim=64, head_dim_v=64, **fields), 3, device=chip.name)
         assert_schedule_right(call, groups=groups, halved=halved)
@@ -82,14 +79,14 @@ def test_schedules_of_narrow_heads(chip: Device, groups: int, halved: bool) -> N
 @pytest.mark.parametrize("queries", [1, 2])
 @pytest.mark.parametrize("keys", [64, 128])
 @pytest.mark.parametrize("turns", [False, True])
-def test_schedules_of_wide_heads(chip: Device, turns: bool, keys: int, queries: int) -> None:
+def test_schedules_of_wide_heads(chip, turns, keys, queries):
     for fields in (wide.SIZES["many tiles"], {"causal": "bottom_right", "seq_q": 700, "seq_k": 1900}):
         call = random_call(problem(head_dim=256, head_dim_v=256, **fields), 3, device=chip.name)
         assert_schedule_right(call, keys=keys, stages=256 // keys, turns=turns, queries=queries, parts=queries)
 
 
 @pytest.mark.parametrize("head_dim", [128, 256])
-def test_sums_of_values_that_have_a_mean_are_kept_in_float32(chip: Device, head_dim: int) -> None:
+def test_sums_of_values_that_have_a_mean_are_kept_in_float32(chip, head_dim):
     """In the chip's own sums 16,384 keys of mean 2 lose 7 per cent."""
     q, k, v = INPUTS["normal"](head_dim, 16384)
     call = call_of((q, k, v + 2.0), "e4m3", "bf16", chip.name)
@@ -100,7 +97,7 @@ def test_sums_of_values_that_have_a_mean_are_kept_in_float32(chip: Device, head_
 
 @pytest.mark.parametrize("head_dim", [128, 256])
 @pytest.mark.parametrize("what", INPUTS)
-def test_rounding_probabilities_is_all_that_is_lost(chip: Device, what: str, head_dim: int) -> None:
+def test_rounding_probabilities_is_all_that_is_lost(chip, what, head_dim):
     """The error is at most 1.2 times that of exact attention whose probabilities are rounded so."""
     call = call_of(INPUTS[what](head_dim, 4096), "e4m3", "bf16", chip.name)
     out = run_variant(VARIANT, call)[1].cpu().double()
@@ -109,10 +106,8 @@ def test_rounding_probabilities_is_all_that_is_lost(chip: Device, what: str, hea
     assert rms(out - exact) <= 1.2 * rms(modelled - exact)
 
 
-def modelled_output(call: Call) -> torch.Tensor:
+def modelled_output(call):
     """Attention in float64 but for its probabilities, and its result."""
-    assert call.q_scale is not None
-    assert call.k_scale is not None
     q, k, v = (t.view(torch.float8_e4m3fn).double() for t in (call.q, call.k, call.v))
     scores = q @ k.mT * (call.q_scale * call.k_scale)[..., None, None] * call.scale
     numbers = torch.exp(scores - scores.amax(-1, keepdim=True))
@@ -120,7 +115,7 @@ def modelled_output(call: Call) -> torch.Tensor:
     return (narrow @ v / numbers.sum(-1, keepdim=True) * call.v_scale[..., None, None]).bfloat16().double()
 
 
-def test_a_graph_replays_it(chip: Device) -> None:
+def test_a_graph_replays_it(chip):
     torch.manual_seed(0)
     narrow = portattn.quantize(*torch.randn(3, 1, 4, 700, 128, device=chip.name).unbind(), "e4m3")
     given = narrow.arguments() | {"backend": VARIANT.name}
@@ -139,13 +134,13 @@ def test_a_graph_replays_it(chip: Device) -> None:
     assert torch.equal(out, expected)
 
 
-def in_blocks(scale: torch.Tensor, block: int) -> torch.Tensor:
+def in_blocks(scale, block):
     return scale[..., ::block].repeat_interleave(block, 2)[..., : scale.shape[-1]].contiguous()
 
 
 @pytest.mark.parametrize("causal", wide.CAUSAL)
 @pytest.mark.parametrize("block", [32, 64, 128])
-def test_scales_of_blocks(chip: Device, block: int, causal: str) -> None:
+def test_scales_of_blocks(chip, block, causal):
     """Of 64 tokens and more a tile takes two scales, where no token's differs; some tiles here have one that does."""
     for fields in (wide.SIZES["many tiles"], {"seq_q": 300, "seq_k": 1000}):
         call = random_call(of("int8", causal=causal, **fields), 3, device=chip.name)
@@ -159,12 +154,12 @@ def test_scales_of_blocks(chip: Device, block: int, causal: str) -> None:
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("keys", [64, 128])
 @pytest.mark.parametrize("turns", [False, True])
-def test_schedules_of_int8(chip: Device, turns: bool, keys: int, late: bool) -> None:
+def test_schedules_of_int8(chip, turns, keys, late):
     call = random_call(of("int8", **wide.SIZES["many tiles"]), 3, device=chip.name)
     assert_schedule_right(call, late=late, lazy=late, keys=keys, stages=256 // keys, turns=turns)
 
 
-def test_scales_that_are_not_contiguous(chip: Device) -> None:
+def test_scales_that_are_not_contiguous(chip):
     call = random_call(of("int8", causal="bottom_right"), 3, device=chip.name)
     expected = run_variant(INT8, call)[1]
     assert call.q_scale is not None
@@ -175,9 +170,9 @@ def test_scales_that_are_not_contiguous(chip: Device) -> None:
 
 
 def check_calls(
-    device: Device, backend: str, method: str, causal: bool, near: float, given_near: float, lse_within: float = 1e-3,
-    given_lse: tuple[float, float, float] = (0.5, 0.5, 0.5),
-) -> None:  # fmt: skip
+    device, backend, method, causal, near, given_near, lse_within = 1e-3,
+    given_lse = (0.5, 0.5, 0.5),
+):  # fmt: skip
     """Three calls of other memory with other numbers and scales: each is near attention of the given numbers, and much
     nearer to attention of the stored numbers. `quantize` and the scores' size decide the first distance.
 
@@ -204,7 +199,7 @@ def check_calls(
         q, k, v = q.flip(1), k.flip(1) * 2, v.flip(1)
 
 
-def _wide(scale: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+def _wide(scale, tensor):
     """Scales of (B, H) or of (B, H, S), beside the tensor's numbers."""
     return scale.double().reshape(*scale.shape, *[1] * (tensor.dim() - scale.dim()))
 
@@ -219,7 +214,7 @@ NEAR = {"e4m3": (0.9996, 0.996, 2e-2), "sage": (0.99999, 0.9995, 1e-3)}
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("method", NEAR)
-def test_calls_by_the_public_functions(chip: Device, method: str, causal: bool) -> None:
+def test_calls_by_the_public_functions(chip, method, causal):
     """The second call is launched directly, with other scales and other memory; each takes the kernel."""
     variant = VARIANT if method == "e4m3" else INT8
     check_calls(chip, variant.name, method, causal, *NEAR[method], GIVEN_LSE[method])
@@ -227,6 +222,6 @@ def test_calls_by_the_public_functions(chip: Device, method: str, causal: bool) 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("method", "near"), [("e4m3", (0.9999, 0.996)), ("sage", (0.99999, 0.9995))])
-def test_the_same_calls_by_the_reference(method: str, near: tuple[float, float], causal: bool) -> None:
+def test_the_same_calls_by_the_reference(method, near, causal):
     """What quantised tensors lose is no kernel's: the limits hold where nothing else is lost."""
     check_calls(CPU, "reference", method, causal, *near, given_lse=GIVEN_LSE[method])

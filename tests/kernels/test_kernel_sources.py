@@ -7,7 +7,6 @@ import importlib
 import inspect
 import re
 import textwrap
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import msgspec
 import pytest
 import torch
 from kernel_cases import check
-from support import Device
 
 import portattn
 from portattn.tools.bench.cases import SETS
@@ -28,13 +26,13 @@ from portattn.worker.client import Worker
 KERNELS = sorted((Path(portattn.__file__).parent / "kernels").glob("*.py"))
 
 
-def jitted(tree: ast.Module) -> Iterator[ast.FunctionDef]:
+def jitted(tree):
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(one) for one in node.decorator_list):
             yield node
 
 
-def long_conditions(source: str) -> list[str]:
+def long_conditions(source):
     """`a and b and c` in a kernel: Triton 3.2, and so triton-ascend 3.2.0, takes two values at a time."""
     return [
         f"line {node.lineno}: {ast.unparse(node)}" for kernel in jitted(ast.parse(source)) for node in ast.walk(kernel)
@@ -42,14 +40,14 @@ def long_conditions(source: str) -> list[str]:
     ]  # fmt: skip
 
 
-def test_what_is_found() -> None:
+def test_what_is_found():
     kernel = "@triton.jit\ndef kernel(A: tl.constexpr):\n    if {}:\n        pass\n"
     assert long_conditions(kernel.format("A == 1 or A == 2 or A == 3")) == ["line 3: A == 1 or A == 2 or A == 3"]
     assert long_conditions(kernel.format("A == 1 or (A == 2 or A == 3)")) == []
 
 
 @pytest.mark.parametrize("path", KERNELS, ids=lambda path: path.name)
-def test_conditions_have_two_values(path: Path) -> None:
+def test_conditions_have_two_values(path):
     assert long_conditions(path.read_text(encoding="utf-8")) == []
 
 
@@ -61,31 +59,31 @@ MODULES = [
 ]
 
 
-def kernels() -> Any:
+def kernels():
     return importlib.import_module("record_kernels")
 
 
-def test_records_are_their_fields(device: Device) -> None:
+def test_records_are_their_fields(device):
     x, y = (torch.randn(5, 16, device=device.name) for _ in range(2))
     out = torch.empty_like(x)
     kernels().add_rows[(1,)](x, y, out, x.stride(0), 5, 16)
     torch.testing.assert_close(out, x + (y * 2 + 1 + 1))
 
 
-def test_arguments_of_an_entry_point_stay(device: Device) -> None:
+def test_arguments_of_an_entry_point_stay(device):
     assert kernels().add_rows.arg_names == ["x", "y", "out", "stride", "count", "WIDTH"]
     names = ["rows·base", "rows·stride", "rows·WIDTH", "rows·scale·factor", "rows·scale·ABOVE", "row", "more"]
     assert kernels().load.arg_names == names
 
 
-def calls(tree: ast.AST) -> list[tuple[int, str]]:
+def calls(tree):
     """Line and name of each call that is no record's."""
     found = [(node.lineno, ast.unparse(node.func)) for node in ast.walk(tree) if isinstance(node, ast.Call)]
     return sorted((line, name.replace("·", ".")) for line, name in found if not re.match(r"[A-Z]|.*_replace$", name))
 
 
 @pytest.mark.parametrize("module", ["record_kernels", *(f"portattn.kernels.{name}" for name in MODULES)])
-def test_each_line_keeps_its_number(device: Device, module: str) -> None:
+def test_each_line_keeps_its_number(device, module):
     """Of every function: the same calls in the same lines, and the code's own file and first line."""
     from portattn.kernels import records
 
@@ -102,7 +100,7 @@ def test_each_line_keeps_its_number(device: Device, module: str) -> None:
         assert calls(ast.parse(text)) == calls(ast.parse("".join(block)))
 
 
-def compiled(source: Path, function: str, types: dict[str, str]) -> Any:
+def compiled(source, function, types):
     """The worker's reply to a request to compile a function of `source` with WIDTH 16 for sm_90."""
     signature = {
         "module": source.stem, "function": function, "file": str(source), "absent": [], "types": types,
@@ -116,7 +114,7 @@ def compiled(source: Path, function: str, types: dict[str, str]) -> Any:
 
 
 @pytest.mark.compiles
-def test_debug_lines_of_compiled_code() -> None:
+def test_debug_lines_of_compiled_code():
     """The text that Triton compiles has the lines of the file."""
     types = {"x": "*fp32", "y": "*fp32", "out": "*fp32", "stride": "i32", "count": "i32"}
     reply = compiled(SOURCE, "add_rows", types)
@@ -134,7 +132,7 @@ def test_debug_lines_of_compiled_code() -> None:
 
 
 @pytest.mark.compiles
-def test_errors_quote_the_text_of_the_file(tmp_path: Path) -> None:
+def test_errors_quote_the_text_of_the_file(tmp_path):
     """The mark is below the call that failed, though records stand before it in its line."""
     quoted = "    y = load(Rows(x, 1, WIDTH), 0, 0.0) + load(Rows(x, 1, WIDTH), 0, tl.no_such_function(x))"
     source = tmp_path / "failing_kernels.py"
@@ -179,7 +177,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("statement", WRONG)
-def test_what_is_refused(device: Device, tmp_path: Path, statement: str) -> None:
+def test_what_is_refused(device, tmp_path, statement):
     path = tmp_path / "wrong_records.py"
     path.write_text(textwrap.dedent(HEAD + "        " + statement + "\n        return x\n"), encoding="utf-8")
     spec = importlib.util.spec_from_file_location("wrong_records", path)
@@ -206,7 +204,7 @@ SMALLER: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(("name", "parts"), [(n, 1) for n in CASES] + [(n, 3) for n in CASES if CASES[n].reads_cache])
-def test_a_seed_kernels_case_scaled_down(device: Device, name: str, parts: int) -> None:
+def test_a_seed_kernels_case_scaled_down(device, name, parts):
     case = msgspec.structs.replace(CASES[name], **SMALLER[name])
     assert case.group == CASES[name].group
     call = as_call(case, Tensors.random(case, torch.device(device.name)))
@@ -215,7 +213,7 @@ def test_a_seed_kernels_case_scaled_down(device: Device, name: str, parts: int) 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
-def test_a_seed_kernels_case(name: str) -> None:
+def test_a_seed_kernels_case(name):
     """As a user calls it, compared on a sample of sequences, heads and rows: one pair of them at a time in float64."""
     case = CASES[name]
     tensors = Tensors.random(case, torch.device("cuda"))

@@ -245,8 +245,7 @@ ONE_TILE: dict[str, dict[str, Any]] = {  # keys that one tile of TILE holds
 @pytest.mark.parametrize("select", CHOICES["select"])
 @pytest.mark.parametrize("load", ["pointer", "descriptor"])
 def test_one_tile_without_a_loop(device: Device, load: str, select: str, keys: str) -> None:
-    fields = ONE_TILE[keys]
-    call = random_call(problem(**fields, sinks=True), 4, device=device.name)
+    call = random_call(problem(**ONE_TILE[keys], sinks=True), 4, device=device.name)
     if keys == "lengths of 0":
         call.seqlens_q[:2] = call.seqlens_k[:2] = 0
     lowering = {"pipeline": "single", "select": select, "load": load}

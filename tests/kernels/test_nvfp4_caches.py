@@ -3,16 +3,14 @@ read by bytes, as 16-bit words (kernels/attend_packed16.py), and written."""
 
 from typing import Any
 
-import msgspec
 import pytest
 import torch
-from support import TILE, Device, assert_right, key_tile, problem, random_call, run_core
-from test_quantised_accuracy import INPUTS, assert_exact, run, written
-from test_quantised_words import BY_PAGE, unpackings
+from support import assert_right, problem, random_call, run_core
+from test_quantised_accuracy import INPUTS, written
+from test_quantised_words import check_exact_words, check_words, unpackings
 
 from portattn.planning.kernel_specs import CORES
 from portattn.reference import blockwise, write
-from portattn.schema.call import Call
 from portattn.schema.lowering import Launch, Lowering
 from portattn.testing.random_writing import judge_writing, random_writing
 from portattn.validate.checks import words_aligned
@@ -39,18 +37,18 @@ CACHES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def quantised(device: str, cache: str, scales: str, strides: str = "plain", **fields: Any) -> Call:
+def quantised(device, cache, scales, strides="plain", **fields):
     p = problem(**(SMALL | CACHES[cache] | {"kv_scales": scales} | fields))
     return random_call(p, seed=3, device=device, strides=strides)
 
 
-def on(device: Device, call: Call, lowering: dict[str, str] | None = None, **launch: int) -> Any:
+def on(device, call, lowering=None, **launch):
     return run_core(device, call, lowering, launch)
 
 
 @pytest.mark.parametrize("scales", ["none", "head"])
 @pytest.mark.parametrize("cache", CACHES)
-def test_kernels_are_right(device: Device, cache: str, scales: str) -> None:
+def test_kernels_are_right(device, cache, scales):
     """Scales that are NaN, negative or the largest are wherever a token is not attended."""
     call = quantised(device.name, cache, scales)
     assert_right(call, *blockwise.run(call))
@@ -65,14 +63,14 @@ LOWERINGS: dict[str, dict[str, str]] = {
 
 
 @pytest.mark.parametrize("lowering", LOWERINGS.values(), ids=LOWERINGS)
-def test_every_way_to_lower_it_is_right(device: Device, lowering: dict[str, str]) -> None:
+def test_every_way_to_lower_it_is_right(device, lowering):
     width = 32 if "reads" in lowering else 48  # its tiles are as wide as the head
     call = quantised(device.name, "decode", "head", head_dim=width, head_dim_v=32)
     assert_right(call, *on(device, call, lowering))
 
 
 @pytest.mark.parametrize("strides", ["spare", "transposed", "sliced", "combined"])
-def test_any_strides(device: Device, strides: str) -> None:
+def test_any_strides(device, strides):
     """Of scales the last axis alone is contiguous, as in a page [K | scales of K | V | scales of V]."""
     cache = "paged_small_pages" if strides == "combined" else "decode_fp16_bshd"
     fields = {} if strides == "combined" else {"head_dim_v": 32}
@@ -81,80 +79,30 @@ def test_any_strides(device: Device, strides: str) -> None:
     assert_right(call, *on(device, call))
 
 
-@pytest.mark.parametrize("fields", [{"seq_q": 0}, {"seq_k": 0}], ids=str)
-def test_nothing_to_attend(device: Device, fields: dict[str, int]) -> None:
-    call = quantised(device.name, "decode_two_parts", "head", head_dim=32, **fields)
-    assert_right(call, *blockwise.run(call))
-    assert_right(call, *on(device, call))
-
-
-@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-def test_every_number_under_every_scale_is_read_exactly(device: Device, dtype: str) -> None:
-    """One key a sequence: the result is its value. All 16 numbers in a block, and all 127 scales."""
-    p = problem(
-        op="decode_attention", batch=4, heads_q=1, heads_k=1, seq_q=1, seq_k=1, head_dim=16, head_dim_v=512,
-        dtype=dtype, kv_format="nvfp4", kv_scales="none",
-    )  # fmt: skip
-    call = random_call(p, device=device.name)
-    codes = torch.tensor([low | low + 1 << 4 for low in range(0, 16, 2)], dtype=torch.uint8).repeat(32)
-    scales = torch.arange(128, dtype=torch.uint8).clamp(max=126)
-    call.v = codes.view(torch.int8).expand(4, 1, 1, 256).contiguous().to(device.name)
-    call.v_block_scale = scales.view(torch.int8).view(4, 1, 1, 32).to(device.name)
-    numbers = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-    factors = scales.view(torch.float8_e4m3fn).float().view(4, 1, 1, 32, 1)
-    expected = (torch.cat((numbers, -numbers)) * factors).flatten(-2)
-    for out in (on(device, call)[0], blockwise.run(call)[0]):
-        torch.testing.assert_close(out.float().cpu(), expected, rtol=0, atol=0)
-
-
 WHOLE = {"decode_fp16_bshd": 64, "decode_two_parts": 96, "paged_small_pages": 160}  # widths of whole words of scales
 
 
-def words_of(cache: str) -> dict[str, Any]:
+def words_of(cache):
     width = WHOLE.get(cache, 32)
     return {"head_dim": width, "head_dim_v": 32 if cache in ("decode_fp16_bshd", "decode_two_parts") else width}
 
 
-def on_in_words(
-    device: Device, call: Call, unpack: str = "words", **launch: int
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return run_core(device, call, {"unpack": unpack}, launch)
-
-
 @pytest.mark.parametrize("scales", ["none", "head"])
 @pytest.mark.parametrize("cache", CACHES)
-def test_words_are_right(device: Device, cache: str, scales: str) -> None:
+def test_words_are_right(device, cache, scales):
     """Scales that are NaN, negative or the largest are wherever a token is not attended."""
     call = quantised(device.name, cache, scales, **words_of(cache))
     assert call.problem.words
-    for unpack in unpackings(device):
-        assert_right(call, *on_in_words(device, call, unpack, splits=1 + (cache != "paged_small_pages")))
+    check_words(device, call, splits=1 + (cache != "paged_small_pages"))
 
 
 @pytest.mark.parametrize("strides", ["spare", "sliced", "combined"])
-def test_any_strides_of_whole_words(device: Device, strides: str) -> None:
+def test_any_strides_of_whole_words(device, strides):
     """Also those of a page [K | scales of K | V | scales of V]."""
     cache = "paged_small_pages" if strides == "combined" else "decode_fp16_bshd"
     call = quantised(device.name, cache, "head", strides, head_dim=64, head_dim_v=64, aligned=False)
     assert call.problem.words
-    for unpack in unpackings(device):
-        assert_right(call, *on_in_words(device, call, unpack))
-
-
-@pytest.mark.parametrize("fields", BY_PAGE, ids=str)
-def test_pages_that_are_looked_up_a_step_ahead(device: Device, fields: dict[str, Any]) -> None:
-    """Ragged lengths, of which some end inside of a tile; pages that no key is in have ids of no page."""
-    base = {"op": "paged_attention", "seq_k": 96, "head_dim": 32}
-    p = problem(**SMALL | base | fields | {"kv_scales": "head"})
-    tile = key_tile(device, p)
-    p = msgspec.structs.replace(p, page_size=p.page_size * (tile // TILE))
-    call = random_call(p, seed=3, strides="spare" if not p.aligned else "", device=device.name)
-    for sequence, length in enumerate(call.seqlens_k.tolist()):
-        call.page_table[sequence, -(-max(length, 0) // p.page_size) :] = 2**30
-    limits = CORES[p.op].limits(call.problem, Lowering(unpack="words", page_loop="by_page"), Launch(block_n=tile))
-    assert not dict(limit[:2] for limit in limits)
-    for unpack in unpackings(device):
-        assert_right(call, *run_core(device, call, {"unpack": unpack, "page_loop": "by_page"}, {"splits": 2}))
+    check_words(device, call)
 
 
 FEATURES = [{"window_left": -1, "leftpad_k": False, one: True} for one in ("alibi_slopes", "mask", "sinks")]
@@ -163,14 +111,15 @@ SPECIAL = [*(("decode", one) for one in FEATURES), *(("decode_two_parts", one) f
 
 
 @pytest.mark.parametrize(("cache", "fields"), SPECIAL, ids=str)
-def test_features_of_scores_and_nothing_to_attend(device: Device, cache: str, fields: dict[str, Any]) -> None:
+def test_features_of_scores_and_nothing_to_attend(device, cache, fields):
     call = quantised(device.name, cache, "head", **fields)
-    for unpack in unpackings(device):
-        assert_right(call, *on_in_words(device, call, unpack))
+    assert_right(call, *blockwise.run(call))
+    assert_right(call, *on(device, call, {"unpack": "bytes"}))
+    check_words(device, call)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_every_number_under_every_scale_is_read_exactly_in_words(device: Device, dtype: str) -> None:
+def test_every_number_under_every_scale_is_read_exactly(device, dtype):
     """One key a sequence: the result is its value. All 16 numbers are in each block, in every place of a word in turn,
     and scales are all 256 bytes: negative ones and NaN are what e4m3 says."""
     p = problem(
@@ -186,12 +135,12 @@ def test_every_number_under_every_scale_is_read_exactly_in_words(device: Device,
     numbers = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     factors = scales.to(torch.uint8).view(torch.float8_e4m3fn).float().repeat_interleave(16, 1)
     expected = (torch.cat((numbers, -numbers))[codes] * factors)[:, None, None]
-    for unpack in unpackings(device):
-        out = on_in_words(device, call, unpack)[0].float().cpu()
-        torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
+    found = [on(device, call, {"unpack": unpack})[0] for unpack in ("bytes", *unpackings(device))]
+    for out in (*found, blockwise.run(call)[0]):
+        torch.testing.assert_close(out.float().cpu(), expected, rtol=0, atol=0, equal_nan=True)
 
 
-def test_every_number_of_keys_is_read_exactly_under_scales_of_every_size(device: Device) -> None:
+def test_every_number_of_keys_is_read_exactly_under_scales_of_every_size(device):
     """The LSE of one key is its score: with a query of one 1 it is one of the key's numbers."""
     p = problem(
         op="decode_attention", batch=16, heads_q=32, heads_k=1, seq_q=1, seq_k=1, head_dim=32, head_dim_v=32,
@@ -208,7 +157,7 @@ def test_every_number_of_keys_is_read_exactly_under_scales_of_every_size(device:
     factors = scales.to(torch.uint8).view(torch.float8_e4m3fn).float().repeat_interleave(16, 1)
     expected = (torch.cat((levels, -levels))[codes] * factors)[:, :, None]
     for unpack in unpackings(device):
-        lse = on_in_words(device, call, unpack)[1]
+        lse = on(device, call, {"unpack": unpack})[1]
         torch.testing.assert_close(lse.cpu(), expected, rtol=1e-6, atol=1e-9)
 
 
@@ -216,11 +165,10 @@ def test_every_number_of_keys_is_read_exactly_under_scales_of_every_size(device:
 @pytest.mark.parametrize("what", INPUTS)
 def test_nothing_is_lost_beside_the_results_rounding(device, what, dtype, monkeypatch):
     call = written(what, "nvfp4", dtype, "head", device.name, keys=300)
-    for unpack in unpackings(device):
-        assert_exact(call, run(device, call, monkeypatch, {"unpack": unpack}, block_n=64))
+    check_exact_words(device, call, monkeypatch)
 
 
-def test_scales_of_no_weight_round_no_value_away(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scales_of_no_weight_round_no_value_away(device, monkeypatch):
     """The key that has nearly all of a row's weight has the smallest scales, and the others, of weight e^-20, the
     largest: both have a part in the result."""
     call = written("normal", "nvfp4", "bf16", "head", device.name, keys=100, heads=1)
@@ -233,17 +181,15 @@ def test_scales_of_no_weight_round_no_value_away(device: Device, monkeypatch: py
     call.scale = 5.0  # times 4
     call.v_block_scale = torch.full_like(call.v_block_scale, 0x7E)
     call.v_block_scale[..., 50, :] = 0x01
-    for unpack in unpackings(device):
-        assert_right(call, *on_in_words(device, call, unpack, splits=2))
-    for unpack in unpackings(device):
-        assert_exact(call, run(device, call, monkeypatch, {"unpack": unpack}, block_n=64))
+    check_words(device, call, splits=2)
+    check_exact_words(device, call, monkeypatch)
 
 
-def test_what_is_not_read_in_words() -> None:
+def test_what_is_not_read_in_words():
     """Rows of an odd number of scales, and scales that are not aligned; the plan says why, and takes bytes."""
     kernel, launch, words = CORES["decode_attention"], Launch(block_m=16, block_n=64), Lowering(unpack="ptx")
 
-    def limits(**fields: object) -> dict[str, str]:
+    def limits(**fields):
         p = problem(op="decode_attention", seq_q=1, kv_format="nvfp4", **({"dtype": "bf16"} | fields))
         return {choice: why for choice, _, why in kernel.limits(p, words, launch)}
 
@@ -257,7 +203,7 @@ def test_what_is_not_read_in_words() -> None:
 
 
 @pytest.mark.parametrize(("width", "by"), [(128, 1), (128, 2), (64, 2), (32, 1)])
-def test_scales_that_are_not_aligned_are_no_words(width: int, by: int) -> None:
+def test_scales_that_are_not_aligned_are_no_words(width, by):
     """A view of scales that begins inside of a word of memory, as a caller's pages may have it."""
     rows = torch.zeros(2, 2, 8, width // 2, dtype=torch.int8)
     scales = torch.zeros(2 * 2 * 8 * width // 16 + 4, dtype=torch.int8)
@@ -279,7 +225,7 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def case(name: str, scales: str) -> Any:
+def case(name, scales):
     stored = {"heads_q": 2, "heads_k": 2, "dtype": "bf16", "kv_format": "nvfp4", "kv_scales": scales}
     return problem(**stored | CASES[name])
 
@@ -287,7 +233,7 @@ def case(name: str, scales: str) -> Any:
 @pytest.mark.parametrize("spare", [False, True])
 @pytest.mark.parametrize("scales", ["none", "head"])
 @pytest.mark.parametrize("name", CASES)
-def test_every_byte_is_the_nearest_number(device: Device, name: str, scales: str, spare: bool) -> None:
+def test_every_byte_is_the_nearest_number(device, name, scales, spare):
     """Of ties, NaN, infinity, numbers that are too large or too small, and rows of zeros; nothing else is touched."""
     for way in (lambda call: run_core(device, call), write.run):
         call = random_writing(case(name, scales), seed=5, device=device.name, spare=spare)
@@ -295,7 +241,7 @@ def test_every_byte_is_the_nearest_number(device: Device, name: str, scales: str
         assert judge_writing(call) == {"error": 0.0, "budget": 0.0, "wrong": 0}
 
 
-def test_ties_go_to_the_even_code(device: Device) -> None:
+def test_ties_go_to_the_even_code(device):
     """Of blocks whose largest number is 6, and whose scale is 1: numbers halfway between two of the format."""
     middle = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
     row = torch.cat((middle, -middle, torch.tensor([6.0, -0.0])))

@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 from kernel_cases import CAUSAL, check, page_loops, picker, problem, run, with_lengths
-from support import Device, assert_right, random_call, run_core
+from support import assert_right, random_call, run_core
 from support import problem as small_problem
 from test_cache_writes import OPS
 from test_quantised_caches import SMALL
 
-from portattn.schema.call import Call
 from portattn.schema.problem import Problem
 from portattn.testing.random_writing import random_writing
 from portattn.testing.verdict import judge
@@ -20,13 +19,13 @@ from portattn.testing.verdict import judge
 CAPACITY = 57  # keys that a sequence's pages hold at least: four tiles
 
 
-def sized(page: int, **fields):
+def sized(page, **fields):
     return {"page_size": page, "seq_k": -(-CAPACITY // page) * page} | fields
 
 
 @pytest.mark.parametrize("page_layout", ["phd", "hpd"])
 @pytest.mark.parametrize(("page", "parts"), [(1, 1), (3, 2), (16, 3), (48, 4), (64, 5)])
-def test_pages_of_any_size(device: Device, page: int, parts: int, page_layout: str) -> None:
+def test_pages_of_any_size(device, page, parts, page_layout):
     fields = sized(page, heads_q=2, heads_k=2, page_layout=page_layout)
     uniform = problem("paged", batch=3, seq_q=2, causal="bottom_right", **fields)
     ragged = problem("ragged", **fields | {"heads_k": 1}, causal="bottom_right")
@@ -37,18 +36,17 @@ def test_pages_of_any_size(device: Device, page: int, parts: int, page_layout: s
 
 
 @pytest.mark.parametrize("block_n", [16, 32, 64])
-def test_tiles_of_another_size(device: Device, block_n: int) -> None:
+def test_tiles_of_another_size(device, block_n):
     """Pages that hold one tile, several, and a part of one."""
     for page in (16, 32, 64):
         call = random_call(problem("paged", **sized(page), heads_q=2, heads_k=1), page, device=device.name)
         for loop in ("flat_masked",) if page % block_n else ("per_page", "flat_masked"):
-            launch = {"block_n": block_n, "splits": 2}
-            assert_right(call, *run_core(device, call, {"page_loop": loop}, launch))
+            assert_right(call, *run_core(device, call, {"page_loop": loop}, {"block_n": block_n, "splits": 2}))
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 4, 5, 20])
 @pytest.mark.parametrize("name", ["paged", "whole pages", "mla"])
-def test_any_number_of_splits(device: Device, name: str, parts: int) -> None:
+def test_any_number_of_splits(device, name, parts):
     """More splits than key tiles (three) leave some programs with nothing: their share counts for nothing."""
     fields = {"heads_q": 5} if name == "mla" else {"heads_q": 2, "heads_k": 1, "window_left": 30}
     p = problem(name, causal="bottom_right", sinks=True, **fields)
@@ -66,7 +64,7 @@ MIXED = {
 @pytest.mark.parametrize("causal", CAUSAL)
 @pytest.mark.parametrize("rows", MIXED.values(), ids=MIXED)
 @pytest.mark.parametrize("behind", [0, 3])
-def test_a_ragged_batch(device: Device, rows: tuple, causal: str, behind: int) -> None:
+def test_a_ragged_batch(device, rows, causal, behind):
     queries, keys = zip(*rows, strict=True)
     p = problem("ragged", batch=len(rows), seq_q=max(1, *queries), total_q=sum(queries) + behind, causal=causal)
     # A call whose sequences all are full has pages enough for any lengths.
@@ -81,28 +79,13 @@ def test_a_ragged_batch(device: Device, rows: tuple, causal: str, behind: int) -
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_more_rows_than_a_tile(device: Device, parts: int) -> None:
+def test_more_rows_than_a_tile(device, parts):
     """A chunk of a prefill, with query heads that do not divide a tile."""
     p = problem("paged", heads_q=3, heads_k=1, seq_q=13, causal="bottom_right", window_left=20, batch=1)
     check(device, random_call(p, 6, device=device.name, extremes=True), parts)
 
 
-@pytest.mark.parametrize("name", ["paged", "mla"])
-def test_sequences_without_keys(device: Device, name: str) -> None:
-    """What their tables hold is nobody's business; with a sink a row still has that as its LSE."""
-    for sinks in (False, True):
-        call = with_lengths(random_call(problem(name, batch=3, sinks=sinks), 7, device=device.name), (0, 0, 0))
-        call.page_table[:] = 2**31 - 1
-        call.k.fill_(float("nan"))
-        call.v.fill_(float("nan"))
-        for parts in (1, 3):
-            out, lse = run(device, call, parts)
-            assert_right(call, out, lse)
-            assert not out.any()
-            assert torch.isfinite(lse).all() if sinks else torch.isneginf(lse).all()
-
-
-def test_pages_that_sequences_share(device: Device) -> None:
+def test_pages_that_sequences_share(device):
     """Prefix caching: both tables begin with the same pages, and one sequence has one of them twice."""
     call = with_lengths(random_call(problem("paged", causal="bottom_right"), 8, device=device.name), (20, 24))
     call.page_table = torch.tensor([[2, 0, 1, -1, -1], [2, 0, 2, -1, -1]], dtype=torch.int32, device=device.name)
@@ -118,14 +101,14 @@ EMPTY: dict[str, list[dict[str, int]]] = {
 
 
 @pytest.mark.parametrize(("name", "sizes"), [(name, one) for name in EMPTY for one in EMPTY[name]], ids=str)
-def test_empty_and_smallest_sizes(device: Device, name: str, sizes: dict) -> None:
+def test_empty_and_smallest_sizes(device, name, sizes):
     for parts in (1, 2):
         p = problem(name, sinks=name == "paged", **sizes)
         check(device, random_call(p, device=device.name, extremes=name == "ragged"), parts)
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_random_problems(device: Device, seed: int) -> None:
+def test_random_problems(device, seed):
     pick = picker(4000 + seed)
     heads_k, page, ragged, causal = pick(1, 2), pick(1, 3, 5, 16, 32), seed % 2 == 0, pick(*CAUSAL)
     fields = {"seq_q": 20, "total_q": pick(*range(1, 25))} if ragged else {"seq_q": pick(1, 2, 5), "bias": seed == 1}
@@ -148,7 +131,7 @@ NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux's; Python names it f
 
 
 @pytest.fixture(scope="module")
-def memory(device: Device) -> torch.Tensor:
+def memory(device):
     size = BEFORE + AFTER
     if device.name == "cuda":
         if torch.cuda.mem_get_info()[0] < 2 * size:
@@ -158,7 +141,7 @@ def memory(device: Device) -> torch.Tensor:
     return torch.frombuffer(kept, dtype=torch.uint8)
 
 
-def put_far(call: Call, memory: torch.Tensor) -> int:
+def put_far(call, memory):
     """The caches, and scales of tokens, as the last of PAGES pages or sequences, each 1 GiB behind the one before.
     Returns the number of the first."""
     first = PAGES - call.k.shape[0]
@@ -221,9 +204,7 @@ def test_keys_are_read_where_pages_are(device, memory, stored, unpack, block_m):
 ORDER = [key for t in range(4) for key in (2 * t, 2 * t + 1, 8 + 2 * t, 9 + 2 * t)]
 
 
-def transposed(
-    device: Device, v: torch.Tensor, keys: int, first: dict[str, list[int]] | None = None, seq_q: int = 9, **limits: Any
-) -> torch.Tensor:
+def transposed(device, v, keys, first=None, seq_q=9, **limits):
     """By the kernel. first: lengths of sequences, or with PACKED their first rows. What is not written is 77."""
     if device.path == "interpreter":
         pytest.importorskip("triton")
@@ -249,31 +230,30 @@ def transposed(
     return out.cpu()
 
 
-def wanted(v: torch.Tensor, keys: int, length: int | None = None) -> torch.Tensor:
+def wanted(v, keys, length=None):
     """Of one sequence, in at least one tile."""
     rows = v.shape[2]
     padded = torch.zeros(*v.shape[:2], max(1, -(-rows // keys)) * keys, v.shape[3], dtype=v.dtype)
     padded[:, :, : rows if length is None else length] = v[:, :, :length]
-    numbers = torch.arange(padded.shape[2]).view(-1, 16)[:, ORDER].flatten()
-    return padded[:, :, numbers].transpose(-1, -2)
+    return padded[:, :, torch.arange(padded.shape[2]).view(-1, 16)[:, ORDER].flatten()].transpose(-1, -2)
 
 
-def numbers(*shape: int) -> torch.Tensor:
+def numbers(*shape):
     return torch.randint(-128, 128, shape, dtype=torch.int8, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize(("columns", "keys"), [(16, 64), (48, 128), (128, 128), (160, 64), (256, 128)])
-def test_every_key_goes_to_its_lane(device: Device, columns: int, keys: int) -> None:
+def test_every_key_goes_to_its_lane(device, columns, keys):
     v = numbers(2, 3, 200, columns)
     assert torch.equal(transposed(device, v, keys), wanted(v, keys))
 
 
-def test_any_strides_are_read(device: Device) -> None:
+def test_any_strides_are_read(device):
     v = numbers(2, 150, 3, 64).transpose(1, 2)
     assert torch.equal(transposed(device, v, 64), wanted(v, 64))
 
 
-def test_what_no_query_sees_is_nothing(device: Device) -> None:
+def test_what_no_query_sees_is_nothing(device):
     """0x7f is NaN."""
     v = numbers(2, 1, 200, 32)
     v[0, :, 130:] = 127
@@ -290,7 +270,7 @@ def test_what_no_query_sees_is_nothing(device: Device) -> None:
 
 
 @pytest.mark.parametrize("keys", [64, 128])
-def test_packed_sequences_begin_at_a_tiles_edge(device: Device, keys: int) -> None:
+def test_packed_sequences_begin_at_a_tiles_edge(device, keys):
     v = numbers(1, 2, 220, 64)
     first = [0, 70, 70, 199]
     found = transposed(device, v, keys, {"q": [0, 5, 9, 60], "k": first}, seq_q=60, PACKED=True)
@@ -302,13 +282,13 @@ def test_packed_sequences_begin_at_a_tiles_edge(device: Device, keys: int) -> No
     assert not found[..., (first[-1] // keys + 3) * keys :].any()
 
 
-def test_first_rows_that_are_none_are_harmless(device: Device) -> None:
+def test_first_rows_that_are_none_are_harmless(device):
     v = numbers(1, 1, 100, 16)
     transposed(device, v, 64, {"q": [5, -7, 900], "k": [50, -3, 2**31 - 1]}, seq_q=60, PACKED=True)
 
 
 @pytest.mark.parametrize("page", [1, 3, 16, 48, 64])
-def test_pages_of_any_size_of_latent_rows(device: Device, page: int) -> None:
+def test_pages_of_any_size_of_latent_rows(device, page):
     fields = {"page_size": page, "seq_k": -(-41 // page) * page, "causal": "bottom_right"}
     uniform, ragged = problem("mla", batch=3, seq_q=2, **fields), problem("mla ragged", **fields)
     for seed, p in enumerate((uniform, ragged)):
@@ -318,7 +298,7 @@ def test_pages_of_any_size_of_latent_rows(device: Device, page: int) -> None:
 
 
 @pytest.mark.parametrize("causal", CAUSAL)
-def test_a_ragged_batch_of_latent_rows(device: Device, causal: str) -> None:
+def test_a_ragged_batch_of_latent_rows(device, causal):
     queries, keys = (1, 0, 9, 3, 0), (40, 7, 30, 0, 0)
     p = problem("mla ragged", batch=5, total_q=sum(queries) + 2, causal=causal, sinks=True)
     call = random_call(p, 3, device=device.name)
@@ -327,7 +307,7 @@ def test_a_ragged_batch_of_latent_rows(device: Device, causal: str) -> None:
     check(device, with_lengths(call, keys, queries))
 
 
-def test_every_head_reads_the_same_rows(device: Device) -> None:
+def test_every_head_reads_the_same_rows(device):
     """Twenty heads are more than a tile's rows."""
     for rows in (1, 2):
         p = problem("mla", heads_q=20, seq_q=rows, causal="bottom_right", batch=1)

@@ -11,15 +11,13 @@ import pytest
 import torch
 from kernel_cases import CAUSAL, OPS, SPLITTING, check, page_loops, problem, run, with_lengths
 from opcalls import int32, watched
-from support import TILE, Device, assert_right, core_plan, overflow_raises, poisoned, random_call
+from support import TILE, assert_right, core_plan, overflow_raises, poisoned, random_call
 
 from portattn.api import dispatch
 from portattn.launch import kernel_calls
 from portattn.planning.kernel_specs import CORES
 from portattn.reference import blockwise
-from portattn.schema.call import Call
 from portattn.schema.lowering import CHOICES, Launch, Lowering
-from portattn.schema.problem import Problem
 
 LOWEST, HIGHEST = -(2**31), 2**31 - 1
 WILD = (LOWEST, HIGHEST, -1, -7, 1000, 2**30, 23, 40)
@@ -27,9 +25,7 @@ WILD = (LOWEST, HIGHEST, -1, -7, 1000, 2**30, 23, 40)
 OWN = ("seqlens_q", "seqlens_k", "leftpad_q", "leftpad_k", "page_table", "indices", "counts")
 
 
-def run_watched(
-    monkeypatch: pytest.MonkeyPatch, device: Device, call: Call, parts: int = 1, **lowering: str
-) -> tuple[torch.Tensor, torch.Tensor]:
+def run_watched(monkeypatch, device, call, parts=1, **lowering):
     plan = core_plan(device, call.problem, {"page_loop": page_loops(call.problem)[0]} | lowering, {"splits": parts})
     with watched(monkeypatch) as kernels, overflow_raises(), poisoned():
         launches, out, lse = kernel_calls(plan, call, cores=3)
@@ -39,7 +35,7 @@ def run_watched(
     return out, lse
 
 
-def wild(call: Call, bad: int, seed: int) -> Call:
+def wild(call, bad, seed):
     """The call with wild values in what sequence number `bad` has of its own, and among them some that are not."""
     chosen = random.Random(seed)
     changes = {}
@@ -52,7 +48,7 @@ def wild(call: Call, bad: int, seed: int) -> Call:
     return replace(call, **changes)
 
 
-def rows_of(call: Call, result: tuple[torch.Tensor, torch.Tensor], b: int) -> list[torch.Tensor]:
+def rows_of(call, result, b):
     if call.cu_seqlens_q is None:
         return [x[b] for x in result]
     first, end = call.cu_seqlens_q[b : b + 2].tolist()
@@ -87,8 +83,7 @@ def test_garbage_stays_with_its_sequence(monkeypatch, device, name, load, featur
     for seed in range(2):
         beside = run_watched(monkeypatch, device, wild(call, 1, seed), parts, load=load)
         for b in (0, 2):
-            for ours, same in zip(rows_of(call, beside, b), rows_of(call, clean, b), strict=True):
-                assert torch.equal(ours, same)
+            torch.testing.assert_close(rows_of(call, beside, b), rows_of(call, clean, b), rtol=0, atol=0)
 
 
 BEGINNINGS = {
@@ -116,16 +111,6 @@ def test_packed_sequences_that_begin_anywhere(monkeypatch, device, name, case):
     assert not torch.isnan(lse).any()
 
 
-def test_rows_that_the_last_sequence_claims_beyond_the_end(device: Device) -> None:
-    call = random_call(problem("varlen", causal="bottom_right"), 5, device=device.name)
-    call.q, call.k, call.v = (x.nan_to_num(0.5) for x in (call.q, call.k, call.v))
-    meant = replace(call, cu_seqlens_q=int32(device, 0, 7, 20, 33), cu_seqlens_k=int32(device, 0, 30, 40, 70))
-    wilder = replace(call, cu_seqlens_q=int32(device, 0, 7, 20, HIGHEST), cu_seqlens_k=int32(device, 0, 30, 40, 71))
-    for ours, same in zip(run(device, wilder), run(device, meant), strict=True):
-        assert torch.equal(ours, same)
-    check(device, meant)
-
-
 # leftpad, seqlens -> what they mean in a storage of 37 rows
 EXTREMES = {
     "longest after padding": ((5, 5), (HIGHEST, HIGHEST), (5, 5), (32, 32)),
@@ -136,7 +121,7 @@ EXTREMES = {
 }
 
 
-def assert_clamped(device: Device, path: str, p: Problem, case: str, side: str, parts: int = 1) -> None:
+def assert_clamped(device, path, p, case, side, parts=1):
     """Extreme lengths of queries or keys mean the clamped ones."""
     # Without a mask nothing is poisoned: what the other lengths hide is not what these do.
     plain = msgspec.structs.replace(p, causal="none", **{f"seqlens_{side}": False, f"leftpad_{side}": False})
@@ -170,7 +155,7 @@ def test_lengths_of_packed_queries_end_at_the_capacity(monkeypatch, device, name
 @pytest.mark.parametrize("path", ["core", "reference"])
 @pytest.mark.parametrize("causal", CAUSAL)
 @pytest.mark.parametrize("case", EXTREMES)
-def test_keys_of_any_length_mean_the_clamped_one(device: Device, path: str, causal: str, case: str) -> None:
+def test_keys_of_any_length_mean_the_clamped_one(device, path, causal, case):
     dense = problem("dense", seq_q=18, causal=causal, seqlens_k=True, leftpad_k=True)
     assert_clamped(device, path, dense, case, "k")
     assert_clamped(device, path, problem("decode", causal=causal), case, "k", parts=3)
@@ -178,23 +163,9 @@ def test_keys_of_any_length_mean_the_clamped_one(device: Device, path: str, caus
 
 @pytest.mark.parametrize("path", ["core", "reference"])
 @pytest.mark.parametrize("case", EXTREMES)
-def test_queries_of_any_length_mean_the_clamped_one(device: Device, path: str, case: str) -> None:
+def test_queries_of_any_length_mean_the_clamped_one(device, path, case):
     p = problem("dense", seq_q=37, causal="bottom_right", seqlens_q=True, leftpad_q=True)
     assert_clamped(device, path, p, case, "q")
-
-
-@pytest.mark.parametrize("backend", ["reference", "core"])
-def test_any_length_is_taken_by_a_call_that_is_not_validated(device: Device, backend: str) -> None:
-    import portattn
-
-    call = random_call(problem("dense"), seed=10, device=device.name)
-    given = {"seqlens_k": int32(device, HIGHEST, LOWEST), "leftpad_k": int32(device, 5, 5)}
-    meant = {"seqlens_k": int32(device, 32, 0), "leftpad_k": int32(device, 5, 5)}
-    path = device.path if backend == "core" else backend
-    with portattn.settings(validate="never", backend=path):
-        found, expected = (portattn.attention(call.q, call.k, call.v, **lengths) for lengths in (given, meant))
-    assert torch.equal(found, expected)
-    assert not found[1].any()
 
 
 NAN, INF = float("nan"), float("inf")
@@ -210,14 +181,14 @@ FEATURES: dict[str, tuple[dict[str, Any], int]] = {
 PACKED = ("varlen", "ragged", "mla ragged")
 
 
-def features_of(name: str) -> list[str]:
+def features_of(name):
     if "sparse" in name:
         return ["lengths", "weights", "magicpig"]
     given = [f for f in FEATURES if f not in ("weights", "magicpig")]
     return [f for f in given if not FEATURES[f][0].keys() & {"bias", "mask"}] if name in PACKED else given
 
 
-def lowerings_of(name: str) -> list[dict[str, str]]:
+def lowerings_of(name):
     """Every value but the default of every choice that the op's kernel reads, each alone."""
     default = Lowering()
     return [
@@ -226,13 +197,13 @@ def lowerings_of(name: str) -> list[dict[str, str]]:
     ]  # fmt: skip
 
 
-def limits(p: Problem, lowering: dict[str, str]) -> dict[str, str]:
+def limits(p, lowering):
     """Choices that the problem leaves no freedom in."""
     launch = Launch(block_m=TILE, block_n=TILE)
     return {choice: value for choice, value, _ in CORES[p.op].limits(p, Lowering(**lowering), launch)}
 
 
-def suited(name: str, lowering: dict[str, str]) -> dict[str, Any]:
+def suited(name, lowering):
     """Fields of a problem that a lowering is for."""
     if lowering.get("pipeline") == "single":
         return {"seq_k": 13, "total_k": None if problem(name).total_k is None else 30}
@@ -251,7 +222,7 @@ LOWERED = [
 ]  # fmt: skip
 
 
-def poisoned_call(device: Device, p: Problem, seed: int, poison: str, value: float) -> Call:
+def poisoned_call(device, p, seed, poison, value):
     """A call with `value` in the values (v) that nothing attends, or in such keys (k) and in the queries of padding."""
     call = random_call(p, seed, device=device.name, extremes=True, poison=poison)  # type: ignore[arg-type]
     for name in ("q", "q_rope", "k", "v"):
@@ -262,7 +233,7 @@ def poisoned_call(device: Device, p: Problem, seed: int, poison: str, value: flo
 
 @pytest.mark.parametrize("poison", ["k", "v"])
 @pytest.mark.parametrize(("name", "feature"), CASES)
-def test_poison_stays_where_no_row_attends(device: Device, name: str, feature: str, poison: str) -> None:
+def test_poison_stays_where_no_row_attends(device, name, feature, poison):
     fields, seed = FEATURES[feature]
     call = poisoned_call(device, problem(name, **fields), seed, poison, NAN)
     # MagicPIG's correction is the logarithm of a probability that may be near 1: some digits of a float32 are lost.
@@ -272,13 +243,13 @@ def test_poison_stays_where_no_row_attends(device: Device, name: str, feature: s
 
 @pytest.mark.parametrize("poison", ["k", "v"])
 @pytest.mark.parametrize("name", OPS)
-def test_infinity_stays_where_no_row_attends(device: Device, name: str, poison: str) -> None:
+def test_infinity_stays_where_no_row_attends(device, name, poison):
     fields, seed = FEATURES["weights" if "sparse" in name else "causal window" if name in PACKED else "bias"]
     check(device, poisoned_call(device, problem(name, **fields), seed, poison, INF))
 
 
 @pytest.mark.parametrize(("name", "feature", "lowering"), LOWERED, ids=str)
-def test_poison_stays_under_every_lowering(device: Device, name: str, feature: str, lowering: dict[str, str]) -> None:
+def test_poison_stays_under_every_lowering(device, name, feature, lowering):
     fields, seed = FEATURES[feature]
     p = problem(name, **(fields | suited(name, lowering)))
     if lowering.get("reads") == "inside" and device.path != "interpreter":
@@ -286,7 +257,7 @@ def test_poison_stays_under_every_lowering(device: Device, name: str, feature: s
     check(device, poisoned_call(device, p, seed, "v", NAN), **(lowering | limits(p, lowering)))
 
 
-def test_a_filler_row_gives_no_weight_to_a_masked_value(device: Device) -> None:
+def test_a_filler_row_gives_no_weight_to_a_masked_value(device):
     """One query of two heads in a tile of 16 rows; the last key is masked for both, and its value is NaN."""
     p = problem("decode", batch=1, heads_q=2, heads_k=1, seq_q=1, seq_k=4, seqlens_k=False, leftpad_k=False, bias=True)
     call = random_call(p, 2, device=device.name)
@@ -306,8 +277,7 @@ def test_a_bias_can_hold_anything_where_nothing_is_attended(device, name, mask_v
     """NaN where the mask is False, behind the lengths, and in all of the rows of padding."""
     from portattn.testing.oracle import allowed_keys
 
-    p = problem(name, bias=True, mask=True, causal="bottom_right")
-    call = poisoned_call(device, p, 4, poison, NAN)
+    call = poisoned_call(device, problem(name, bias=True, mask=True, causal="bottom_right"), 4, poison, NAN)
     shown = allowed_keys(call)[:, None].to(device.name) & call.mask
     call.bias = call.bias.masked_fill(~shown, NAN)
     assert bool(call.bias.isnan().any())

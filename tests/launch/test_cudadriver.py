@@ -30,13 +30,13 @@ class Launched(NamedTuple):
 class Driver:
     """cuLaunchKernelEx that notes launches, and refuses those that `errors` says, in turn."""
 
-    def __init__(self, kernels: list[Kernel]) -> None:
+    def __init__(self, kernels):
         self.sizes = {k.function: [parameter.size for parameter in k.parameters] for k in kernels}
         self.launches: list[Launched] = []
         self.errors: list[int] = []
         self.function = _FUNCTION(self._launch)
 
-    def _launch(self, config: int, function: int, parameters: int, extra: int | None) -> int:
+    def _launch(self, config, function, parameters, extra):
         if self.errors and (error := self.errors.pop(0)):
             return error
         *head, stream, attributes, count = struct.unpack("7I4xQQI", ctypes.string_at(config, 52))
@@ -47,7 +47,7 @@ class Driver:
         self.launches.append(Launched(function, (x, y, z), (threads, rows, columns), shared, stream, found, values))
         return 0
 
-    def taken(self) -> list[Launched]:
+    def taken(self):
         taken, self.launches = self.launches, []
         return taken
 
@@ -55,7 +55,7 @@ class Driver:
 TYPES = ("*fp16", "*i32", "i32", "i64", "u16", "i1", "fp32", "fp64", "*i8", TENSOR_MAP, "u32")
 
 
-def kernel(function: int = 3, **changes: Any) -> Kernel:
+def kernel(function=3, **changes):
     values = (("role", 1), None, ("size", 2), ("size", 1), 40000, True, 1e40, 0.1, ("role", 0), ("map", 0), ("size", 0))
     fields: dict[str, Any] = {
         "function": function, "grid": (("size", 0), 5, ("size", 1)), "threads": 96, "shared": 1234, "dependent": False,
@@ -68,32 +68,30 @@ def kernel(function: int = 3, **changes: Any) -> Kernel:
 class Maps(dict[tuple[int, ...], bytes]):
     """Tensor maps, each made when it is asked for; `asked` for which."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.asked: list[tuple[int, ...]] = []
 
-    def __getitem__(self, key: tuple[int, ...]) -> bytes:
+    def __getitem__(self, key):
         self.asked.append(key)
         return made(key)
 
 
-def made(key: tuple[int, ...]) -> bytes:
+def made(key):
     return struct.pack(f"Q{len(key) - 1}q", *key).ljust(128, b"\7")
 
 
 @pytest.fixture(params=["python", "native.c"])
-def way(request: pytest.FixtureRequest) -> Any:
+def way(request):
     return None if request.param == "python" else native_module()
 
 
-def block(
-    monkeypatch: pytest.MonkeyPatch, way: Any, kernels: list[Kernel], maps: Maps | None = None
-) -> tuple[Driver, Block]:
+def block(monkeypatch, way, kernels, maps=None):
     driver = Driver(kernels)
     monkeypatch.setattr(cudadriver, "launch_function", lambda: driver.function)
     return driver, Block(kernels, 2, [Map(1, (0, 2), maps)] if maps is not None else [], way)
 
 
-def expected(addresses: list[int], sizes: list[int]) -> list[bytes]:
+def expected(addresses, sizes):
     """The bytes of a kernel's parameters, as C has them."""
     return [
         struct.pack("Q", addresses[1]), bytes(8), struct.pack("i", sizes[2]), struct.pack("q", sizes[1]),
@@ -102,7 +100,7 @@ def expected(addresses: list[int], sizes: list[int]) -> list[bytes]:
     ]  # fmt: skip
 
 
-def test_every_launch_has_its_addresses_and_sizes(monkeypatch: pytest.MonkeyPatch, way: Any) -> None:
+def test_every_launch_has_its_addresses_and_sizes(monkeypatch, way):
     """One after the other by one block: nothing of the launch before is left."""
     maps = Maps()
     driver, one = block(monkeypatch, way, [kernel()], maps)
@@ -120,7 +118,7 @@ def test_every_launch_has_its_addresses_and_sizes(monkeypatch: pytest.MonkeyPatc
     )
 
 
-def test_launch_attributes(monkeypatch: pytest.MonkeyPatch, way: Any) -> None:
+def test_launch_attributes(monkeypatch, way):
     kernels = [
         kernel(function=1, cooperative=True), kernel(function=2, dependent=True),
         kernel(function=3, dependent=True, cooperative=True), kernel(function=4),
@@ -132,7 +130,7 @@ def test_launch_attributes(monkeypatch: pytest.MonkeyPatch, way: Any) -> None:
     assert seen == {1: [(2, 1)], 2: [(6, 1)], 3: [(2, 1), (6, 1)], 4: []}
 
 
-def test_a_refusal_names_the_kernel_and_the_rest_can_be_launched(monkeypatch: pytest.MonkeyPatch, way: Any) -> None:
+def test_a_refusal_names_the_kernel_and_the_rest_can_be_launched(monkeypatch, way):
     driver, one = block(monkeypatch, way, [kernel(function=1), kernel(function=2), kernel(function=3)], Maps())
     driver.errors = [0, 201]
     assert one.launch(7, [0, 64], [1, 2, 3]) == (201, 1)
@@ -146,18 +144,18 @@ def test_a_refusal_names_the_kernel_and_the_rest_can_be_launched(monkeypatch: py
 class Library:
     """The rest of the driver: contexts and words."""
 
-    def __init__(self, retain: int = 0) -> None:
+    def __init__(self, retain=0):
         self.retain, self.called = retain, list[str]()
 
-    def cuDevicePrimaryCtxRetain(self, context: Any, device: int) -> int:  # noqa: N802 - CUDA's name
+    def cuDevicePrimaryCtxRetain(self, context, device):  # noqa: N802 - CUDA's name
         self.called.append(f"retain {device}")
         return self.retain
 
-    def cuCtxSetCurrent(self, context: Any) -> int:  # noqa: N802 - CUDA's name
+    def cuCtxSetCurrent(self, context):  # noqa: N802 - CUDA's name
         self.called.append("set")
         return 0
 
-    def cuGetErrorString(self, error: int, text: Any) -> int:  # noqa: N802 - CUDA's name
+    def cuGetErrorString(self, error, text):  # noqa: N802 - CUDA's name
         text._obj.value = {1: b"invalid argument", 2: b"out of memory"}.get(error)
         return 0
 
@@ -189,7 +187,7 @@ def test_what_is_done_about_a_refusal(monkeypatch, way, refused, retain, then, s
     assert library.called == (context if refused[0] == 201 else [])
 
 
-def test_many_kernels_and_odd_alignments_fit(monkeypatch: pytest.MonkeyPatch, way: Any) -> None:
+def test_many_kernels_and_odd_alignments_fit(monkeypatch, way):
     """Every parameter lies aligned by its size, whatever is before it, and none on another."""
     kinds = ("i1", "i64", "i1", "i16", "fp64", "u8", "i32", "i1", "i8", "u64", "i1")
     values = (True, -3, False, -2, 0.5, 200, -7, True, -8, 2**64 - 1, True)
@@ -200,7 +198,7 @@ def test_many_kernels_and_odd_alignments_fit(monkeypatch: pytest.MonkeyPatch, wa
     assert [launched.parameters for launched in driver.taken()] == [packed] * 60
 
 
-def test_more_kernels_than_native_has_room_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_kernels_than_native_has_room_for_are_refused(monkeypatch):
     with pytest.raises(ValueError, match="at most 64"):
         block(monkeypatch, native_module(), [kernel()] * 65, Maps())
 
@@ -217,7 +215,7 @@ def test_a_thread_without_a_context_gets_one(monkeypatch, context, error, retain
 
     library = Library(retain)
 
-    def current(found: Any) -> int:
+    def current(found):
         found._obj.value = context
         return error
 
@@ -232,7 +230,7 @@ def test_a_thread_without_a_context_gets_one(monkeypatch, context, error, retain
     assert library.called == called
 
 
-def test_a_guarded_device_has_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_guarded_device_has_a_context(monkeypatch):
     """Of CUDA alone: not on a CPU, and not with HIP, which torch calls CUDA too."""
     import contextlib
 

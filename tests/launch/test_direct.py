@@ -7,8 +7,6 @@ import os
 import subprocess
 import sys
 from importlib import metadata
-from pathlib import Path
-from typing import Any
 
 import fakedriver
 import pytest
@@ -16,7 +14,6 @@ import support
 from fakedriver import run, triton_folders
 from opcalls import CALLS, problem
 from packaging.version import Version
-from support import Device
 
 from portattn.launch import triton_compat
 from portattn.launch.kernelcall import meta_call
@@ -30,18 +27,18 @@ LOOKED_AT = list(dict.fromkeys([*[v for v in list(TRITONS)[:1] if v in KNOWN], *
 
 
 @pytest.fixture(scope="module", params=LOOKED_AT or ["none"])
-def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def seen(request, tmp_path_factory):
     if request.param not in TRITONS:
         pytest.skip("no Triton that is known is installed, and the lab has none for this Python")
     return run("direct_child.py", tmp_path_factory.mktemp("direct"), TRITONS[request.param])
 
 
-def _kinds(seen: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def _kinds(seen):
     return {name: found for name, found in seen.items() if isinstance(found, dict)}
 
 
 @pytest.mark.compiles
-def test_all_ways_launch_the_same(seen: dict[str, Any]) -> None:
+def test_all_ways_launch_the_same(seen):
     kinds = _kinds(seen)
     version = tuple(map(int, seen["triton"].split(".")[:2]))
     expected = {"copy", "two", "unaligned"}
@@ -57,7 +54,7 @@ def test_all_ways_launch_the_same(seen: dict[str, Any]) -> None:
 
 
 @pytest.mark.compiles
-def test_a_dependent_launch_says_so(seen: dict[str, Any]) -> None:
+def test_a_dependent_launch_says_so(seen):
     serialization = 1 << 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     assert seen["copy"]["native"][0][3] & serialization == 0
     if "dependent" in seen:
@@ -65,7 +62,7 @@ def test_a_dependent_launch_says_so(seen: dict[str, Any]) -> None:
 
 
 @pytest.mark.compiles
-def test_tensor_maps_are_made_for_each_address_and_kept(seen: dict[str, Any]) -> None:
+def test_tensor_maps_are_made_for_each_address_and_kept(seen):
     if "maps" not in seen:
         pytest.skip("this Triton passes no tensor maps from the host")
     assert seen["maps"] == 2 * [[True, False], [False, True], [True, False]], "by Python and by C"
@@ -77,7 +74,7 @@ def test_tensor_maps_are_made_for_each_address_and_kept(seen: dict[str, Any]) ->
 
 
 @pytest.mark.compiles
-def test_hooks_threads_and_refusals(seen: dict[str, Any]) -> None:
+def test_hooks_threads_and_refusals(seen):
     assert seen["hooks"] == [["enter"], True], "a hook is called once, and the launch is the same"
     assert seen["context"] == [9], "a thread without a context gets one"
     assert seen["refused"] == "CUDA's driver refused a launch: invalid argument"
@@ -91,7 +88,7 @@ def test_hooks_threads_and_refusals(seen: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.parametrize("name", CALLS)
-def test_arguments_are_the_kernels_parameters(name: str, splits: int, device: Device) -> None:
+def test_arguments_are_the_kernels_parameters(name, splits, device):
     made = support.core_plan(support.CPU, problem(name), launch={"splits": splits} if splits > 1 else {})
     launches, _, _ = kernel_calls(made, meta_call(made.problem), 3)
     assert launches
@@ -108,7 +105,7 @@ TRITONS_INTERPRETED = fakedriver.triton_folders()
 
 
 @pytest.mark.parametrize("release", ["3.2.0", "3.8.0", "3.9.0"])
-def test_calls_are_right(release: str, tmp_path: Path) -> None:
+def test_calls_are_right(release, tmp_path):
     """3.9.0 refuses masks of int32, which it makes of a scalar's condition beside a block's."""
     if release not in TRITONS_INTERPRETED:
         pytest.skip(f"the lab has no triton=={release}: `portattn lab create triton=={release}` makes it")
@@ -126,8 +123,7 @@ def test_calls_are_right(release: str, tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr[-3000:]
     found = json.loads(ran.stdout.splitlines()[-1])
     assert found["triton"] == release
-    wrong = {name: distance for name, distance in found["distances"].items() if not distance < 2e-6}
-    assert not wrong
+    assert not {name: distance for name, distance in found["distances"].items() if not distance < 2e-6}
     assert len(found["distances"]) == 12
 
 
@@ -152,7 +148,7 @@ print("right")
 
 
 @pytest.mark.interpreter
-def test_bfloat16_is_negated_as_triton_3_8_asks_for_it() -> None:
+def test_bfloat16_is_negated_as_triton_3_8_asks_for_it():
     ran = subprocess.run([sys.executable, "-c", NEGATES], capture_output=True, text=True, timeout=120, check=False)
     assert (ran.returncode, ran.stdout) == (0, "right\n"), ran.stderr
 
@@ -184,7 +180,7 @@ print("right")
 
 
 @pytest.mark.interpreter
-def test_threads_interpret_one_after_the_other() -> None:
+def test_threads_interpret_one_after_the_other():
     """Triton's interpreter replaces functions of triton.language while it runs."""
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     ran = subprocess.run(

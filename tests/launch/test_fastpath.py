@@ -13,39 +13,35 @@ from portattn.launch import cache, torch_compat
 from portattn.launch.cache import CallKey, identical, plain_values
 
 
-def kind(tensors: dict[str, Any], values: tuple[Any, ...] = (None, False), lengths: Any = None, **more: Any) -> CallKey:
+def kind(tensors, values=(None, False), lengths=None, **more):
     return CallKey("attention", tensors, values, lengths or {}, current(), **more)
 
 
-def matches(
-    one: CallKey, *tensors: Any, values: tuple[Any, ...] = (None, False), lengths: tuple[Any, ...] = ()
-) -> list[int] | None:
+def matches(one, *tensors, values=(None, False), lengths=()):
     found = one.match(tensors, values, lengths, current())
     return None if found is None else found[2]
 
 
 @pytest.fixture(params=["torch's guards", "in Python"])
-def q(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
+def q(request, monkeypatch):
     """A tensor, where tensors are compared by torch's guards, and where this torch has none that can be used."""
     if request.param == "in Python":
         monkeypatch.setattr(torch_compat, "_usable", lambda: False)
     return torch.zeros(1, 2, 4, 16)
 
 
-def test_torchs_guards_are_passed_over_where_they_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchs_guards_are_passed_over_where_they_cannot_be_used(monkeypatch):
     monkeypatch.setattr(torch_compat, "_made", lambda tensors: pytest.fail("torch's guards are used"))
     monkeypatch.setattr(torch_compat, "_usable", lambda: False)
-    x = torch.zeros(2, 3)
-    assert torch_compat.guard([x])(torch.ones(4, 5))
+    assert torch_compat.guard([torch.zeros(2, 3)])(torch.ones(4, 5))
 
 
-def test_sizes_and_strides_are_no_part_of_it(q: torch.Tensor) -> None:
-    one = kind({"q": q, "k": q.clone(), "sinks": None})
-    sizes = matches(one, q, torch.zeros(3, 2, 7, 16)[:, :, 2:], None)
+def test_sizes_and_strides_are_no_part_of_it(q):
+    sizes = matches(kind({"q": q, "k": q.clone(), "sinks": None}), q, torch.zeros(3, 2, 7, 16)[:, :, 2:], None)
     assert sizes == [1, 2, 4, 16, 128, 64, 16, 1, 3, 2, 5, 16, 224, 112, 16, 1]
 
 
-def test_what_else_differs_makes_another_kind(q: torch.Tensor) -> None:
+def test_what_else_differs_makes_another_kind(q):
     one = kind({"q": q, "k": q.clone(), "sinks": None})
     k = torch.ones_like(q)
     assert matches(one, q, k, None)
@@ -71,20 +67,20 @@ def test_what_else_differs_makes_another_kind(q: torch.Tensor) -> None:
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
-def test_nested_tensors_are_never_of_the_kind(q: torch.Tensor, layout: torch.layout) -> None:
+def test_nested_tensors_are_never_of_the_kind(q, layout):
     """Torch's guards would end the process at a strided one, which is of the tensor's type and axes."""
     one = kind({"q": q, "k": q.clone(), "sinks": None})
     assert not matches(one, q, torch.nested.nested_tensor([q[0], q[0]], layout=layout), None)
 
 
-def test_a_tensor_that_is_given_twice_is_given_twice_again(q: torch.Tensor) -> None:
+def test_a_tensor_that_is_given_twice_is_given_twice_again(q):
     one = kind({"q": q.clone(), "k": q, "v": q})
     k = torch.ones_like(q)
     assert matches(one, q, k, k)
     assert not matches(one, q, k, k.clone())
 
 
-def test_values_of_other_types_are_other_values(q: torch.Tensor) -> None:
+def test_values_of_other_types_are_other_values(q):
     one = kind({"q": q}, values=(1, (5, 1), 1.0))
     assert matches(one, q, values=(1, (5, 1), 1.0))
     for values in ((True, (5, 1), 1.0), (1, (5, True), 1.0), (1, (5, 1), 1), (1.0, (5, 1), 1.0), (1, [5, 1], 1.0)):
@@ -92,14 +88,14 @@ def test_values_of_other_types_are_other_values(q: torch.Tensor) -> None:
     assert not matches(one, q, values=(torch.ones(2), (5, 1), 1.0)), "what does not compare is named by validation"
 
 
-def test_a_length_is_a_size(q: torch.Tensor) -> None:
+def test_a_length_is_a_size(q):
     one = kind({"q": q}, lengths={"max_seqlen_q": 7, "max_seqlen_k": None})
     assert matches(one, q, lengths=(9, None)) == [1, 2, 4, 16, 128, 64, 16, 1, 9]
     for other in ((None, None), (9, 9), (True, None), (9.0, None), (9,)):
         assert not matches(one, q, lengths=other), other
 
 
-def test_forward_mode_differentiation_is_another_kind(q: torch.Tensor) -> None:
+def test_forward_mode_differentiation_is_another_kind(q):
     one = kind({"q": q})
     with forward_ad.dual_level():
         assert not matches(one, forward_ad.make_dual(q, torch.ones_like(q)))
@@ -107,7 +103,7 @@ def test_forward_mode_differentiation_is_another_kind(q: torch.Tensor) -> None:
     assert matches(one, q)
 
 
-def test_whether_gradients_are_recorded_is_part_of_it(q: torch.Tensor) -> None:
+def test_whether_gradients_are_recorded_is_part_of_it(q):
     leaf = q.clone().requires_grad_()
     with torch.no_grad():
         one = kind({"q": leaf})
@@ -116,7 +112,7 @@ def test_whether_gradients_are_recorded_is_part_of_it(q: torch.Tensor) -> None:
     assert not matches(kind({"q": q}), leaf)
 
 
-def test_modes_of_torch_are_other_kinds(q: torch.Tensor) -> None:
+def test_modes_of_torch_are_other_kinds(q):
     """Fake tensors, tracers and transforms: what is kept would answer them with uninitialised memory."""
     one, inside = kind({"q": q}), []
     mode = FakeTensorMode()
@@ -131,7 +127,7 @@ def test_modes_of_torch_are_other_kinds(q: torch.Tensor) -> None:
     assert matches(one, q)
 
 
-def test_a_kind_can_be_of_one_size(q: torch.Tensor) -> None:
+def test_a_kind_can_be_of_one_size(q):
     sizes = matches(kind({"q": q}), q)
     one = kind({"q": q}, only=sizes)
     assert matches(one, q) == sizes
@@ -145,11 +141,11 @@ def test_a_kind_can_be_of_one_size(q: torch.Tensor) -> None:
         ((1, (2, "a")), (1, (2.0, "a")), False), ((1,), (1, 2), False), (float("nan"), 0.5, False), ("a", "b", False),
     ],
 )  # fmt: skip
-def test_identical(a: Any, b: Any, same: bool) -> None:
+def test_identical(a, b, same):
     assert identical(a, b) is same
 
 
-def test_only_plain_values_are_kept() -> None:
+def test_only_plain_values_are_kept():
     import numpy as np
 
     assert plain_values((None, 1, 2.5, "x", True, (1, None), np.float64(0.125)))
@@ -157,7 +153,7 @@ def test_only_plain_values_are_kept() -> None:
     assert not plain_values(((1, [2]),))
 
 
-def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_kept_is_bounded(monkeypatch):
     """Kinds are forgotten one by one, the oldest first."""
     monkeypatch.setattr(cache, "MAX_KINDS", 3)
     cache.forget()
@@ -176,7 +172,7 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         cache.forget()
 
 
-def test_classes_of_sizes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_classes_of_sizes_are_bounded(monkeypatch):
     monkeypatch.setattr(cache, "MAX_CLASSES", 3)
     one = kind({"q": torch.zeros(1, 2, 4, 16)})
     classes: list[Any] = [type("Class", (), {"native": lambda self: None})() for _ in range(5)]
@@ -185,7 +181,7 @@ def test_classes_of_sizes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert one.classes == (classes[4], classes[3], classes[2])
 
 
-def test_native_classes_of_sizes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_native_classes_of_sizes_are_bounded(monkeypatch):
     """The list is native.c's own, which moves what was used last to the front."""
     monkeypatch.setattr(cache, "MAX_CLASSES", 3)
     one, lists = kind({"q": torch.zeros(1, 2, 4, 16)}), []

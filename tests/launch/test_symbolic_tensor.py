@@ -74,8 +74,7 @@ def test_contiguity_is_traced() -> None:
 
 
 def test_what_is_refused() -> None:
-    tensor = torch.zeros(4, 6)
-    shaped = SymbolicTensor.make(TensorKind.of(tensor), (4, 6), (6, 1))
+    shaped = SymbolicTensor.make(TensorKind.of(torch.zeros(4, 6)), (4, 6), (6, 1))
     refused: list[tuple[Callable[[], Any], str]] = [
         (lambda: torch.add(shaped, 1), "is asked of a tensor that is only a shape"),
         (lambda: shaped.clone(), "is asked of a tensor that is only a shape"),
@@ -91,8 +90,7 @@ def test_what_is_refused() -> None:
 
 @pytest.mark.parametrize("shift", [0, 1, 2, 4])
 def test_of_an_address_the_alignment_is_known(shift: int) -> None:
-    whole = torch.zeros(64, dtype=torch.float32)
-    tensor = whole[shift:]
+    tensor = torch.zeros(64, dtype=torch.float32)[shift:]
     shaped = SymbolicTensor.make(TensorKind.of(tensor), tensor.shape, tensor.stride())
     for divisor in (1, 2, 4, 8, 16):
         assert shaped.data_ptr() % divisor == tensor.data_ptr() % divisor

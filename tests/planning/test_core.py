@@ -116,8 +116,6 @@ def test_products_of_int4_numbers_are_32_deep(arch: str, toolchain: str, keys: i
     """cuda-0030: of 16 they are wrong, where rows are read as bytes."""
     p = of("paged_attention", head_dim=16, head_dim_v=16, dtype="bf16", kv_format="int4", kv_scales="token")
     made = plan(p, parse_target(f"cuda:{arch}", toolchain))
-    assert made.lowering is not None
-    assert made.launch is not None
     assert made.lowering.unpack == "bytes"
     assert made.launch.block_n >= keys
     found = CORES["paged_attention"].constexprs(made.problem, made.lowering, made.launch)
@@ -129,8 +127,7 @@ def test_products_of_int4_numbers_are_32_deep(arch: str, toolchain: str, keys: i
 @pytest.mark.parametrize("op", ["decode_attention", "sparse_attention", "mla_attention"])
 def test_tiles_are_as_wide_as_rows_where_nothing_outside_may_be_read(op: str) -> None:
     """reads = inside: no power of two, and no least width of a product's operand."""
-    widths = {"head_dim": 40, "head_dim_v": 20}
-    kernel, p = CORES[op], of(op, **widths)
+    kernel, p = CORES[op], of(op, **{"head_dim": 40, "head_dim_v": 20})
     inside = kernel.constexprs(p, Lowering(reads="inside"), Launch())
     masked = kernel.constexprs(p, Lowering(reads="masked"), Launch())
     latent = op == "mla_attention"
@@ -155,8 +152,7 @@ def test_tiles_are_as_wide_as_rows_where_nothing_outside_may_be_read(op: str) ->
 )
 def test_most_keys_of_one_tile_of_rows(fields: dict[str, Any], keys: int) -> None:
     """Five queries see what the first one's window begins with, up to what the last one's ends with."""
-    p = problem(op="decode_attention", seq_q=5, seq_k=1000, **fields)
-    assert CORES["decode_attention"].keys(p) == keys
+    assert CORES["decode_attention"].keys(problem(op="decode_attention", seq_q=5, seq_k=1000, **fields)) == keys
 
 
 @pytest.mark.parametrize(
@@ -259,7 +255,6 @@ def planned(known: Registry, problem: Problem = DENSE, launch: dict[str, Any] = 
 
 
 def values(launch: Launch | None) -> tuple[int, ...]:
-    assert launch is not None
     return tuple(launch.get(name) for name in OF_ROWS)
 
 
@@ -309,8 +304,7 @@ def test_the_number_of_programs_is_that_of_the_launch_with_the_most(problem: Pro
             problem=problem, target="cuda:sm_90", toolchain="none", requested="triton", path="triton",
             kernel=kernel.name, lowering=planned(Registry.load()).lowering, launch=launch,
         )  # fmt: skip
-        launches = kernel_calls(plan_, meta_call(problem), 132)[0]
-        grids = {one.function: one.grid[0] for one in launches}
+        grids = {one.function: one.grid[0] for one in kernel_calls(plan_, meta_call(problem), 132)[0]}
         assert kernel.tiles(problem, launch) == max(grids["backward_keys"], grids["backward_rows"])
     assert kernel.tiles(problem, Launch(block_m=128, rows_m=16)) > kernel.tiles(problem, Launch(block_m=128))
 
@@ -318,9 +312,7 @@ def test_the_number_of_programs_is_that_of_the_launch_with_the_most(problem: Pro
 def test_short_sequences_make_both_tiles_smaller() -> None:
     short = msgspec.structs.replace(DENSE, seq_q=20, seq_k=30)
     assert values(planned(Registry.load(), short).launch) == (32, 32, 4, 2)
-    made = planned(Registry.load(), short).launch
-    assert made is not None
-    assert made.of_rows().block_m == 32
+    assert planned(Registry.load(), short).launch.of_rows().block_m == 32
     assert planned(Registry.load(), short, {"block_m": 128}).launch == Launch(block_m=32)
 
 
@@ -350,7 +342,6 @@ def test_a_quirk_holds_where_it_holds_for_either_kernel(tmp_path: Path, when: st
 def test_what_a_quirk_sets_reaches_both_kernels(tmp_path: Path, effect: str, expected: Any) -> None:
     plant(tmp_path, "cuda-0900-planted", f"launch = {effect}", 'launch = { num_stages = ">=3" }')
     made = planned(registry(tmp_path))
-    assert made.launch is not None
     assert (values(made.launch), values(made.launch.of_rows())) == expected
     launches = kernel_calls(made, meta_call(DENSE), 132)[0]
     seen = {
@@ -398,7 +389,6 @@ def test_the_shipped_tiles_of_sm_90(problem: Problem, fields: Any, keys: Any, ro
     asked = msgspec.structs.replace(problem, dtype="bf16", head_dim_v=fields["head_dim"], **fields)
     target = Registry.load().target("cuda:sm_90", "triton==3.6.0")
     made = plan(asked, target, Registry.load(), settings=Settings(backend="triton"))
-    assert made.launch is not None
     assert (values(made.launch), values(made.launch.of_rows())) == (keys, rows)
 
 
@@ -422,9 +412,6 @@ def test_the_shipped_products_of_float32(fields: Any, keys: Any, rows: Any, part
         plan(p, target, Registry.load(), settings=Settings(backend="triton"))
         for p in (asked, msgspec.structs.replace(asked, softcap=True))
     )
-    assert made.launch is not None
     assert (values(made.launch), values(made.launch.of_rows())) == (keys, rows)
-    assert made.lowering is not None
     assert (made.lowering.dot_precision, made.lowering.parts) == ("bf16x6", parts)
-    assert featured.lowering is not None
     assert (featured.lowering.dot_precision, featured.lowering.parts) == ("tf32x3", "registers")

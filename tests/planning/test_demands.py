@@ -153,8 +153,7 @@ class Silent(VendorPath):
 
 
 def test_a_path_that_declares_nothing_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = Registry.load().backends["cuda"]
-    monkeypatch.setattr(cuda, "vendor", (Silent(),))
+    monkeypatch.setattr(Registry.load().backends["cuda"], "vendor", (Silent(),))
     for op in OPS:
         with pytest.raises(PathUnavailable, match=f"silent: is declared for no op, and this is {op}"):
             plan(problem(op), target_of("cuda"), settings=Settings(backend="silent"))
@@ -309,7 +308,6 @@ def test_latent_rows_have_no_other_form() -> None:
     ],
 )
 def test_dropout_and_parts_are_shown_where_they_are(op: str, fields: dict[str, Any], expected: set[str]) -> None:
-    problem = portattn.Problem(op=op, **SIZES | fields)
-    plan = plan_problem(problem, H100, settings=Settings(backend="triton"))
+    plan = plan_problem(portattn.Problem(op=op, **SIZES | fields), H100, settings=Settings(backend="triton"))
     (line,) = [line for line in plan.explain().splitlines() if line.startswith("  lowering ")]
     assert {word.partition("=")[0] for word in line.split()[1:]} & {"drops", "parts"} == expected

@@ -222,8 +222,7 @@ def test_an_option_needs_its_backend(tmp_path: Path) -> None:
 
 
 def test_open_range_needs_last_seen_too(tmp_path: Path) -> None:
-    path = write(tmp_path, GOOD.replace('">=3.4,<3.5"', '">=3.4"'))
-    _, errors = check_file(path)
+    _, errors = check_file(write(tmp_path, GOOD.replace('">=3.4,<3.5"', '">=3.4"')))
     assert [e.problem.split(":")[0] for e in errors] == ["key 'evidence.review_by'", "key 'evidence.last_seen'"]
 
 
@@ -240,7 +239,6 @@ def test_probes_and_tombstones(tmp_path: Path) -> None:
     )
     text = GOOD.replace(">=3.4,<3.5", ">=3.4") + tombstone
     retired = load_quirk(write(tmp_path / "rocm", text), BACKENDS).retired
-    assert retired is not None
     assert (retired.fixed_in, retired.replaced_by) == ("triton==3.9.0", "rocm-0043-x")
     known = Registry.read(find_backends(), tmp_path)
     assert (list(known.quirks), list(known.retired)) == ([], ["rocm-0042-planted"])
@@ -284,5 +282,4 @@ def test_hidden_files_are_no_quirks(tmp_path: Path) -> None:
     write(tmp_path / "rocm", "", ".rocm-0042-planted.toml")
     (tmp_path / "rocm" / ".#rocm-0042-planted.toml").symlink_to("nobody@nowhere.1")
     assert list(Registry.read(find_backends(), tmp_path).quirks) == ["rocm-0042-planted"]
-    findings = audit.run(tmp_path, datetime.date(2026, 11, 24))
-    assert not [finding for finding in findings if "/." in finding.file]
+    assert not [finding for finding in audit.run(tmp_path, datetime.date(2026, 11, 24)) if "/." in finding.file]

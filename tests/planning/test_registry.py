@@ -357,8 +357,7 @@ def test_each_name_is_of_one_arch() -> None:
 
 
 def test_a_family_names_its_arches() -> None:
-    arches = KNOWN.arches["rocm"].values()
-    rdna3 = [f"rocm:{arch.name}" for arch in arches if "rdna3" in arch.families]
+    rdna3 = [f"rocm:{arch.name}" for arch in KNOWN.arches["rocm"].values() if "rdna3" in arch.families]
     assert KNOWN.family("rdna3") == KNOWN.family("rocm:RDNA-3") == rdna3
     assert {"rocm:gfx1100", "rocm:gfx1101", "rocm:gfx1151"} <= set(rdna3)
     assert KNOWN.family("cuda:rdna3") == KNOWN.family("gfx1100") == KNOWN.family("") == []

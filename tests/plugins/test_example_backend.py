@@ -39,8 +39,7 @@ pytestmark = pytest.mark.compiles
 
 
 def test_doctor_says_who_knows_which_compiler(run: Callable[..., Any]) -> None:
-    called = run("doctor", "--json", exits=0)
-    sections = {section["title"]: section for section in called.json["sections"]}
+    sections = {section["title"]: section for section in run("doctor", "--json", exits=0).json["sections"]}
     compilers = {item["name"]: item["value"] for item in sections["compilers"]["items"]}
     told = compilers["triton-example"]
     assert told.startswith("installed 1.1.0.post2, added to Triton as triton_example; known to portattn-example 0.1")
@@ -100,16 +99,14 @@ def test_its_quirks_are_listed_audited_and_probed(run: Callable[..., Any]) -> No
     assert "example-0001-two-stages" in {quirk["id"] for quirk in listed}
     audited = run("quirks", "audit", "--json")
     assert (audited.status, audited.json["findings"]) == (0, []), audited.out
-    probed = run("quirks", "probe", "example-0001", "--json", exits=0)
-    [result] = probed.json["results"]
+    [result] = run("quirks", "probe", "example-0001", "--json", exits=0).json["results"]
     assert (result["verdict"], result["toolchain"], result["target"]) == ("confirmed", COMPILER, "example:one")
     assert "a loop has at most 2 stages, and 3 were asked for" in result["off"]["text"]
 
 
 def test_a_program_of_its_own_is_compiled_and_executed_by_it(run: Callable[..., Any]) -> None:
     """Its adapter compiles the probe's kernel, with an option of its own, and its model runs the code."""
-    probed = run("quirks", "probe", "example-0002", "--json", exits=0)
-    [result] = probed.json["results"]
+    [result] = run("quirks", "probe", "example-0002", "--json", exits=0).json["results"]
     assert (result["verdict"], result["off"]["level"]) == ("confirmed", "emulated"), result
     assert "the second value is 1.0, and not 2.0" in result["off"]["text"]
     assert (result["control"]["outcome"], result["on"]["outcome"]) == ("pass", "pass")

@@ -45,27 +45,6 @@ def test_any_number_is_survived(op: str, seed: int) -> None:
     assert not (torch.isnan(lse) | torch.isposinf(lse)).any()
 
 
-@pytest.mark.parametrize("op", ["paged", "mla", "sparse_paged", "paged_packed"])
-def test_lengths_beyond_a_paged_cache_mean_all_of_it(op: str) -> None:
-    call = clean(problem(op), seed=1)
-    call.page_table = call.page_table.clamp(0, call.k.shape[0] - 1)
-    wild = replace(call, seqlens_k=torch.tensor([HIGHEST, LOWEST, 41], dtype=torch.int32))
-    meant = replace(call, seqlens_k=torch.tensor([40, 0, 40], dtype=torch.int32))
-    for ours, theirs in zip(run(wild), run(meant), strict=True):
-        assert torch.equal(ours, theirs)
-
-
-@pytest.mark.parametrize("op", ["paged", "sparse_paged", "mla"])
-def test_page_ids_of_valid_keys_are_clamped(op: str) -> None:
-    call = clean(problem(op), seed=2)
-    call.seqlens_k = torch.full_like(call.seqlens_k, 40)
-    call.page_table = torch.tensor([LOWEST, -1, 0, 10**6, HIGHEST], dtype=torch.int32).expand(3, 5)
-    last = call.k.shape[0] - 1
-    meant = replace(call, page_table=torch.tensor([0, 0, 0, last, last], dtype=torch.int32).expand(3, 5))
-    for ours, theirs in zip(run(call), run(meant), strict=True):
-        assert torch.equal(ours, theirs)
-
-
 @pytest.mark.parametrize(
     ("given", "meant"),
     [
@@ -103,21 +82,14 @@ def test_empty_and_smallest_sizes(op: str, sizes: dict, feature: str, extremes: 
 
 
 def test_a_cache_without_pages() -> None:
-    for op in ("paged", "sparse_paged", "mla"):
-        call = random_call(problem(op, seq_k=0), seed=0)
+    for op, sizes in (("paged", {}), *((op, {"seq_k": 0}) for op in ("paged", "sparse_paged", "mla"))):
+        call = random_call(problem(op, **sizes), seed=0)
         call.k, call.v = call.k[:0], call.v[:0]
-        call.page_table = torch.full((3, 4), 7, dtype=torch.int32)
+        if sizes:
+            call.page_table = torch.full((3, 4), 7, dtype=torch.int32)
         out, lse = run(call)
         assert not out.any()
         assert torch.isneginf(lse).all()
-
-
-def test_a_cache_of_no_pages_with_a_capacity() -> None:
-    call = random_call(problem("paged"), seed=0)
-    call.k, call.v = call.k[:0], call.v[:0]
-    out, lse = run(call)
-    assert not out.any()
-    assert torch.isneginf(lse).all()
 
 
 @pytest.mark.parametrize(("op", "feature"), CASES)
@@ -135,8 +107,7 @@ def test_a_claimed_longest_sequence_costs_nothing_on_a_cpu() -> None:
     """Lengths on the CPU are read, so that no block is computed that holds nothing."""
     call = random_call(problem("varlen"), seed=0)
     boastful = replace(call, problem=msgspec.structs.replace(call.problem, seq_q=2**20, seq_k=2**20))
-    for ours, theirs in zip(run(boastful), run(call), strict=True):
-        assert torch.equal(ours, theirs)
+    torch.testing.assert_close(run(boastful), run(call), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("causal", ["none", "bottom_right", "top_left"])

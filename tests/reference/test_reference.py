@@ -92,22 +92,6 @@ def test_the_oracle_agrees_with_sdpa(causal: str) -> None:
     torch.testing.assert_close(oracle(call)[0], theirs)
 
 
-def gradients(call: Call, weight: torch.Tensor) -> list[torch.Tensor]:
-    for name in ("q", "k", "v"):
-        setattr(call, name, getattr(call, name).detach().requires_grad_())
-    call.problem = msgspec.structs.replace(call.problem, needs_grad=True)
-    out, _ = blockwise.run(call)
-    return list(torch.autograd.grad((out * weight).sum(), (call.q, call.k, call.v)))
-
-
-@pytest.mark.parametrize("sizes", [{"seq_q": 0}, {"seq_k": 0}])
-def test_empty_problems_have_gradients_of_zero(sizes: dict) -> None:
-    call = random_call(problem(**sizes))
-    grads = gradients(call, torch.ones(2, 2, call.problem.seq_q, 16))
-    assert all(not g.any() for g in grads)
-    assert [g.shape for g in grads] == [call.q.shape, call.k.shape, call.v.shape]
-
-
 def test_dropout_drops_and_keeps_the_mean() -> None:
     call = random_call(problem(batch=1, seq_k=400, dropout=True), scale=0.0)
     call.v = torch.ones_like(call.v)

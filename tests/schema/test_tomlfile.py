@@ -3,8 +3,6 @@
 import datetime
 import fnmatch
 import re
-from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -42,17 +40,17 @@ level = "runs"       # 8
         (("verified", "0"), 7),
     ],
 )  # fmt: skip
-def test_line_of(keys: tuple[str, ...], line: int | None) -> None:
+def test_line_of(keys, line):
     assert line_of(TEXT, *keys) == line
 
 
-def test_line_of_dotted_key_and_comment() -> None:
+def test_line_of_dotted_key_and_comment():
     text = '# id = 1\nwhen.backend = "cuda"\n[effect] # one\n"path" = "vendor"\ntitle_long = 1\ntitle = 2\n'
     keys = (("when", "backend"), ("effect", "path"), ("effect", "title"), ("id",))
     assert [line_of(text, *key) for key in keys] == [2, 4, 6, None]
 
 
-def write(folder: Path, data: str | bytes) -> Path:
+def write(folder, data):
     path = folder / "data.toml"
     path.write_bytes(data.encode() if isinstance(data, str) else data)
     return path
@@ -65,7 +63,7 @@ def write(folder: Path, data: str | bytes) -> Path:
         (b"a = 1\nb = '\xff'\n", 2, "not UTF-8"),
     ],
 )  # fmt: skip
-def test_broken_files_are_reported_with_their_line(tmp_path: Path, data: str | bytes, line: int, part: str) -> None:
+def test_broken_files_are_reported_with_their_line(tmp_path, data, line, part):
     path = write(tmp_path, data)
     with pytest.raises(DataError) as error:
         read(path)
@@ -74,7 +72,7 @@ def test_broken_files_are_reported_with_their_line(tmp_path: Path, data: str | b
     assert part in str(error.value)
 
 
-def test_reading_gives_data_and_text(tmp_path: Path) -> None:
+def test_reading_gives_data_and_text(tmp_path):
     data, text = read(write(tmp_path, TEXT))
     assert data["when"]["toolchain"] == {"triton": "<3"}
     assert text == TEXT
@@ -103,7 +101,7 @@ class Shape(msgspec.Struct, forbid_unknown_fields=True):
         ('title = "x"\ndate = 3\n', 2, ["'date'"]),
     ],
 )
-def test_departures_from_the_schema(tmp_path: Path, text: str, line: int, parts: list[str]) -> None:
+def test_departures_from_the_schema(tmp_path, text, line, parts):
     path = write(tmp_path, text)
     data, text = read(path)
     with pytest.raises(DataError) as error:
@@ -114,7 +112,7 @@ def test_departures_from_the_schema(tmp_path: Path, text: str, line: int, parts:
         assert part in str(error.value)
 
 
-def test_a_prefix_names_the_table(tmp_path: Path) -> None:
+def test_a_prefix_names_the_table(tmp_path):
     path = write(tmp_path, '[one]\nlevel = "a"\n[two]\nlevel = 1\n')
     data, text = read(path)
     assert convert(data["one"], Inner, path, text, "one").level == "a"
@@ -165,11 +163,11 @@ PAGED_NOT = ("alibi_slopes", "bias", "magicpig", "log_weights", "page_size>=64",
     ("texts", "features", "holds"),
     [(DENSE_HOLDS, FEATURES, 1), (DENSE_NOT, FEATURES, 0), (PAGED_HOLDS, PAGED, 1), (PAGED_NOT, PAGED, 0)],
 )
-def test_decides(texts: tuple[str, ...], features: dict[str, Any], holds: bool) -> None:
+def test_decides(texts, features, holds):
     assert [text for text in texts if conditions.parse(text).holds(features) != holds] == []
 
 
-def test_all_must_hold() -> None:
+def test_all_must_hold():
     parsed = [conditions.parse(t) for t in ("causal", "head_dim>64")]
     assert conditions.all_hold(parsed, FEATURES)
     assert not conditions.all_hold([*parsed, conditions.parse("dtype=fp32")], FEATURES)
@@ -188,29 +186,29 @@ def test_all_must_hold() -> None:
         ("window>3", "unknown name 'window'"),
     ],
 )  # fmt: skip
-def test_refuses(text: str, complaint: str) -> None:
+def test_refuses(text, complaint):
     with pytest.raises(ValueError, match=complaint):
         conditions.parse(text)
 
 
-def known(text: str) -> str:
+def known(text):
     with pytest.raises(ValueError, match="condition") as caught:
         conditions.parse(text)
     return re.split("known: |compared by = or != with ", str(caught.value))[1]
 
 
-def test_a_complaint_lists_what_is_known() -> None:
+def test_a_complaint_lists_what_is_known():
     assert known("casual") == ", ".join(sorted(conditions.FLAGS))
     assert known("headdim>3") == ", ".join(sorted({*conditions.NUMBERS, *conditions.WORDS}))
     assert known("dtype=fp64") == "bf16, fp16, fp32"
 
 
 @pytest.mark.parametrize("text", ["causal", "!gqa", "head_dim>=64", "dtype=fp16|bf16"])
-def test_a_condition_knows_its_own_text(text: str) -> None:
+def test_a_condition_knows_its_own_text(text):
     assert conditions.parse(text).text == text
 
 
-def test_vocabulary_is_what_problems_have() -> None:
+def test_vocabulary_is_what_problems_have():
     """A name that conditions take and a problem lacks would raise KeyError in the middle of a plan."""
     vocabulary = conditions.FLAGS | conditions.NUMBERS | set(conditions.WORDS)
     assert vocabulary == set(FEATURES)
@@ -245,7 +243,7 @@ launch = { block_m = 128, rows_m = 64 }
 """
 
 
-def load(folder: Path, text: str):
+def load(folder, text):
     path = folder / "chip.toml"
     path.write_text(text)
     return load_tuning(path, "rocm")
@@ -255,10 +253,9 @@ def features(**fields):
     return problem(**fields).features()
 
 
-def test_the_first_entry_that_holds(tmp_path: Path) -> None:
+def test_the_first_entry_that_holds(tmp_path):
     tuning = load(tmp_path, HEAD + ENTRIES)
     wide = tuning.find("dense_forward", features(head_dim=128, causal="top_left"), TRITON)
-    assert wide is not None
     assert wide.lowering == {"load": "descriptor"}
     assert tuning.find("dense_forward", features(head_dim=128), TRITON).launch == {"block_m": 32}
     assert tuning.find("decode_split", features(), TRITON) is None
@@ -291,35 +288,33 @@ launch = { block_m = 32 }
         ("triton-ascend==3.8.0", 32),
     ],
 )
-def test_an_entry_for_a_range_of_compilers(tmp_path: Path, toolchain: str, rows: int) -> None:
+def test_an_entry_for_a_range_of_compilers(tmp_path, toolchain, rows):
     entry = load(tmp_path, HEAD + RANGES).find("dense_forward", features(), Toolchain.parse(toolchain))
-    assert entry is not None
     assert entry.launch == {"block_m": rows}
 
 
-def test_problems_are_left_to_the_core_for_the_compilers_of_the_entry_alone(tmp_path: Path) -> None:
+def test_problems_are_left_to_the_core_for_the_compilers_of_the_entry_alone(tmp_path):
     text = '\n[[entry]]\nkernel = "gluon_forward"\nwhen = []\ncore = true\nnote = "the core is faster"\n'
     tuning = load(tmp_path, HEAD + text + 'toolchain = { triton = "<3.8" }\n')
     for release, said in (("3.6.0", "the core is faster"), ("3.8.0", "")):
         assert tuning.left_to_core("gluon_forward", features(), Toolchain.parse(f"triton=={release}")) == said
 
 
-def test_a_range_that_leaves_out_what_the_choice_was_timed_with(tmp_path: Path) -> None:
+def test_a_range_that_leaves_out_what_the_choice_was_timed_with(tmp_path):
     """Of a file that was timed with 3.6.0; an entry that was only compiled may be for any."""
     with pytest.raises(DataError, match=r"leaves out 'triton==3\.6\.0', which its choice was timed with"):
         load(tmp_path, TIMED + RANGES)
     load(tmp_path, TIMED + RANGES.replace('">=3.8" }', '">=3.8" }\ntimed = false'))
 
 
-def test_values_of_the_kernel_of_rows(tmp_path: Path) -> None:
+def test_values_of_the_kernel_of_rows(tmp_path):
     for pattern in ("dense_backward", "*_backward"):
         tuning = load(tmp_path, HEAD + TWO.replace("dense_backward", pattern))
         entry = tuning.find("dense_backward", features(op="attention_backward", return_lse=False), TRITON)
-        assert entry is not None
         assert entry.launch == {"block_m": 128, "rows_m": 64}
 
 
-def test_what_a_choice_may_spill(tmp_path: Path) -> None:
+def test_what_a_choice_may_spill(tmp_path):
     """Nothing but with the compiler that it was timed with, and there as much as every timed choice, or its record."""
     tuning = load(tmp_path, TIMED + ENTRIES.replace("launch", "spills = 512\nlaunch", 1))
     recorded, other = tuning.entry
@@ -362,7 +357,7 @@ def test_what_a_choice_may_spill(tmp_path: Path) -> None:
         (HEAD + ENTRIES.replace("launch", "spills = 512\nlaunch", 1), ["spills = 512", "that was timed"]),
     ],
 )
-def test_errors_name_file_line_and_value(tmp_path: Path, text: str, parts: list[str]) -> None:
+def test_errors_name_file_line_and_value(tmp_path, text, parts):
     with pytest.raises(DataError) as error:
         load(tmp_path, text)
     assert "chip.toml" in str(error.value)
@@ -372,7 +367,7 @@ def test_errors_name_file_line_and_value(tmp_path: Path, text: str, parts: list[
         assert error.value.line is not None
 
 
-def test_shipped_files_are_read_and_name_kernels_that_exist() -> None:
+def test_shipped_files_are_read_and_name_kernels_that_exist():
     registry = Registry.load()
     found = 0
     for backend, tunings in registry.tunings.items():
@@ -387,7 +382,7 @@ def test_shipped_files_are_read_and_name_kernels_that_exist() -> None:
     assert found
 
 
-def test_shipped_entries_are_all_reachable() -> None:
+def test_shipped_entries_are_all_reachable():
     """Of an entry that comes after one of the same kernel which holds wherever it does, nothing would be taken."""
     for tunings in Registry.load().tunings.values():
         for name, tuning in tunings.items():
@@ -405,7 +400,7 @@ def test_shipped_entries_are_all_reachable() -> None:
                 assert reached, f"{name}: entry {index}, {entry.kernel} when {entry.when}, is never taken"
 
 
-def test_every_choice_of_a_shipped_entry_is_read_by_its_kernel() -> None:
+def test_every_choice_of_a_shipped_entry_is_read_by_its_kernel():
     choices = {kernel.name: kernel.choices for kernel in CORES.values()}
     for tunings in Registry.load().tunings.values():
         for name, tuning in tunings.items():

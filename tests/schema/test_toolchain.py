@@ -1,7 +1,6 @@
 """Toolchain: reading a named one, and telling an installed one by the distribution that owns `triton/`."""
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -11,7 +10,6 @@ import support
 from portattn.errors import DataError
 from portattn.planning.registry import Registry, parse_target
 from portattn.schema import compilers, toolchain
-from portattn.schema.compilers import Compiler
 from portattn.schema.toolchain import (
     Toolchain,
     has_upper_bound,
@@ -26,7 +24,7 @@ from portattn.tools.quirks.draft_texts import tracker_of
 from portattn.tools.quirks.recognise import _version, _versions
 
 
-def test_parse() -> None:
+def test_parse():
     named = Toolchain.parse("triton==3.6.0, ptxas==13.3.33,torch==2.11")
     assert (named.distribution, named.version, named.path) == ("triton", "3.6.0", "")
     assert named.component("ptxas") == "13.3.33"
@@ -50,13 +48,13 @@ def test_parse() -> None:
         ("triton==3.6.0,ptxas", "'ptxas' must be NAME==VERSION"),
     ],
 )  # fmt: skip
-def test_parse_errors_name_the_part(text: str, part: str) -> None:
+def test_parse_errors_name_the_part(text, part):
     with pytest.raises(ValueError, match="toolchain") as error:
         Toolchain.parse(text)
     assert part in str(error.value)
 
 
-def test_within_tells_no_from_unknown() -> None:
+def test_within_tells_no_from_unknown():
     named = Toolchain.parse("triton==3.6.0,ptxas==12.9")
     assert named.within("triton", ">=3.5,<3.7") is True
     assert named.within("triton", "<3.6") is False
@@ -66,27 +64,27 @@ def test_within_tells_no_from_unknown() -> None:
     assert Toolchain.parse("triton==3.7.0.dev20260101").within("triton", ">=3.6") is True  # pre-releases count
 
 
-def test_components_that_were_named_are_kept() -> None:
+def test_components_that_were_named_are_kept():
     known = Toolchain.parse("triton==3.6.0,ptxas==12.9").with_components({"ptxas": "13.1", "torch": "2.11"})
     assert known.component("ptxas") == "12.9"
     assert known.component("torch") == "2.11"
 
 
 @pytest.mark.parametrize(("text", "bounded"), [("<3.7", True), (">=3.2", False), ("==3.*", True), ("!=3.3", False)])
-def test_upper_bounds(text: str, bounded: bool) -> None:
+def test_upper_bounds(text, bounded):
     assert has_upper_bound(text) is bounded
     with pytest.raises(ValueError, match="'>=x' is not a PEP 440 version range"):
         parse_range(">=x")
 
 
 @pytest.fixture
-def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def site(tmp_path, monkeypatch):
     """A site folder with a `triton/` of its own, and a function that installs a distribution claiming it."""
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "triton").mkdir()
     (tmp_path / "triton" / "__init__.py").write_text("__version__ = '3.2.0'\n")
 
-    def install(name: str, version: str, written: float) -> None:
+    def install(name, version, written):
         info = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
@@ -100,13 +98,13 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     installed_toolchain.cache_clear()
 
 
-def test_the_owner_of_the_folder_names_the_compiler(site) -> None:
+def test_the_owner_of_the_folder_names_the_compiler(site):
     """triton.__version__ says 3.2.0, and the compiler is triton-ascend."""
     site("triton-ascend", "3.2.1", 1000.0)
     assert (installed_toolchain().distribution, installed_toolchain().version) == ("triton-ascend", "3.2.1")
 
 
-def test_the_last_install_wins_when_two_claim_the_folder(site, tmp_path: Path) -> None:
+def test_the_last_install_wins_when_two_claim_the_folder(site, tmp_path):
     site("triton-ascend", "3.2.1", 2000.0)
     site("triton", "3.6.0", 1000.0)
     assert owners(tmp_path / "triton") == [("triton", "3.6.0"), ("triton-ascend", "3.2.1")]
@@ -114,12 +112,12 @@ def test_the_last_install_wins_when_two_claim_the_folder(site, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["pytorch-triton", "Triton_Windows"])
-def test_an_alias_is_resolved(site, name: str) -> None:
+def test_an_alias_is_resolved(site, name):
     site(name, "3.5.0", 1000.0)
     assert str(installed_toolchain()) == "triton==3.5.0"
 
 
-def test_a_source_build_is_triton_of_the_version_that_it_states(site, tmp_path: Path) -> None:
+def test_a_source_build_is_triton_of_the_version_that_it_states(site, tmp_path):
     """No distribution owns the folder: the version shows that, and ranges take it for the release."""
     found = installed_toolchain()
     assert str(found) == "triton==3.2.0+unowned"
@@ -135,7 +133,7 @@ def test_a_source_build_is_triton_of_the_version_that_it_states(site, tmp_path: 
 @pytest.mark.parametrize(
     ("text", "chip"), [("__version__ = '3.2.0'", "ascend"), ("__version__ = 'x'", "amd"), ("", "amd"), (None, "amd")]
 )
-def test_a_stray_folder_that_tells_nothing_is_unowned(site, tmp_path: Path, text: str | None, chip: str) -> None:
+def test_a_stray_folder_that_tells_nothing_is_unowned(site, tmp_path, text, chip):
     """A fork states the number of the Triton that it started from: another chip's backend tells it."""
     folder = tmp_path / "triton"
     (folder / "backends" / chip).mkdir(parents=True)
@@ -150,7 +148,7 @@ def test_a_stray_folder_that_tells_nothing_is_unowned(site, tmp_path: Path, text
 
 
 @pytest.mark.parametrize("name", ["flagtree", "pytorch-triton-xpu", "triton-next", "unowned"])
-def test_of_an_unknown_compiler_nothing_is_known(name: str) -> None:
+def test_of_an_unknown_compiler_nothing_is_known(name):
     found = Toolchain(distribution=name, version="3.2.0")
     assert found.within("triton", ">=9") is None
     assert found.within("triton-ascend", ">=9") is None
@@ -158,7 +156,7 @@ def test_of_an_unknown_compiler_nothing_is_known(name: str) -> None:
     assert Toolchain.parse("triton-ascend==3.2.0").within("triton", ">=0") is False
 
 
-def test_no_triton_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_triton_is_none(monkeypatch):
     monkeypatch.setattr(toolchain, "_triton_folder", lambda: None)
     installed_toolchain.cache_clear()
     try:
@@ -168,7 +166,7 @@ def test_no_triton_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(support.TRITON is None, reason="Triton is not installed")
-def test_this_machine() -> None:
+def test_this_machine():
     installed_toolchain.cache_clear()
     found = installed_toolchain()
     assert found
@@ -176,7 +174,7 @@ def test_this_machine() -> None:
     assert found.component("torch")
 
 
-def test_a_named_target_knows_what_its_backend_knows() -> None:
+def test_a_named_target_knows_what_its_backend_knows():
     target = parse_target("cuda:sm_90", "triton==3.6.0")
     assert target.toolchain.version == "3.6.0"
     assert parse_target("cuda:sm_90", "triton==3.6.0,ptxas==1.0").toolchain.component("ptxas") == "1.0"
@@ -184,7 +182,7 @@ def test_a_named_target_knows_what_its_backend_knows() -> None:
 
 
 @pytest.mark.parametrize("file", ["METADATA", "RECORD", "top_level.txt"])
-def test_a_broken_distribution_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str) -> None:
+def test_a_broken_distribution_hides_no_other(tmp_path, monkeypatch, file):
     """Reading every distribution's files, one that is no text was the end of every plan."""
     before = installed_toolchain()
     folder = tmp_path / "aaa-0.1.dist-info"
@@ -213,7 +211,7 @@ def test_a_component_whose_version_cannot_be_read_is_none(tmp_path, monkeypatch,
 
 
 @pytest.mark.parametrize("version", ["3.9.0rc1", "3.9.0.dev1", "3.9.0a0+git1"])
-def test_a_pre_release_lies_before_its_release_in_every_range(version: str) -> None:
+def test_a_pre_release_lies_before_its_release_in_every_range(version):
     """By PEP 440 it is in neither of <3.9 and >=3.9: work-arounds for wrong results were left out for it."""
     toolchain = Toolchain.parse(f"triton=={version}")
     assert toolchain.within("triton", "<3.9")
@@ -223,7 +221,7 @@ def test_a_pre_release_lies_before_its_release_in_every_range(version: str) -> N
     assert not Toolchain.parse("triton==3.9.0").within("triton", "<3.9")
 
 
-def test_a_pre_release_has_the_quirks_that_every_version_before_its_release_has() -> None:
+def test_a_pre_release_has_the_quirks_that_every_version_before_its_release_has():
     quirk = Registry.load().quirks["any-0008-running-sum"]
     assert quirk.in_range(Toolchain.parse("triton==3.9.0rc1")) is quirk.in_range(Toolchain.parse("triton==3.8.0"))
 
@@ -236,7 +234,7 @@ def test_a_pre_release_has_the_quirks_that_every_version_before_its_release_has(
         ("triton==3.99", "triton==3.99"),
     ],
 )  # fmt: skip
-def test_a_release_has_one_spelling(text: str, read: str) -> None:
+def test_a_release_has_one_spelling(text, read):
     assert str(Toolchain.parse(text)) == read
 
 
@@ -261,18 +259,17 @@ index = "https://example.com/simple"
 
 
 @pytest.fixture
-def brought(tmp_path: Path) -> Iterator[dict[str, Compiler]]:
+def brought(tmp_path):
     (tmp_path / "compilers.toml").write_text(WHOLE)
     found = compilers.read(tmp_path, "portattn-musa 0.1")
     compilers.all_compilers()
     before = compilers._brought.compilers
-    assert before is not None
     compilers.bring(before | found)
     yield found
     compilers.bring(before)
 
 
-def test_portattns_own_come_through_the_same_door() -> None:
+def test_portattns_own_come_through_the_same_door():
     found = compilers.own()
     assert list(found) == ["triton", "triton-ascend", "flagtree"]
     assert {Path(one.file).parent.name for one in found.values()} == {"cuda", "ascend"}
@@ -282,7 +279,7 @@ def test_portattns_own_come_through_the_same_door() -> None:
     assert compilers.released_versions("flagtree") == ()
 
 
-def test_a_file_that_is_whole(brought: dict[str, Compiler]) -> None:
+def test_a_file_that_is_whole(brought):
     one = brought["triton-musa"]
     assert (one.name, one.brought_by, Path(one.file).name) == ("triton-musa", "portattn-musa 0.1", "compilers.toml")
     assert str(Toolchain.parse("mtt_triton==3.1.0")) == "triton-musa==3.1.0"
@@ -291,9 +288,7 @@ def test_a_file_that_is_whole(brought: dict[str, Compiler]) -> None:
     assert "mubin" in compilers.stages()
     assert "MUSA_OPT" in compilers.variables()
     assert tracker_of("triton-musa") == "https://example.com/issues"
-    told = _version("Successfully installed triton_musa-3.1.0", _versions()["triton-musa"])
-    assert told is not None
-    assert told.value == "3.1.0"
+    assert _version("Successfully installed triton_musa-3.1.0", _versions()["triton-musa"]).value == "3.1.0"
 
 
 @pytest.mark.parametrize(
@@ -314,7 +309,7 @@ def test_a_file_that_is_whole(brought: dict[str, Compiler]) -> None:
         ("index", "indices", "16: key 'triton-musa.lab.indices': the table has the unknown key `indices`"),
     ],
 )
-def test_a_broken_file_is_named_with_its_line(tmp_path: Path, old: str, new: str, said: str) -> None:
+def test_a_broken_file_is_named_with_its_line(tmp_path, old, new, said):
     path = tmp_path / "compilers.toml"
     assert old in WHOLE
     path.write_text(WHOLE.replace(old, new, 1))
@@ -323,7 +318,7 @@ def test_a_broken_file_is_named_with_its_line(tmp_path: Path, old: str, new: str
     assert str(caught.value).startswith(f"{path}:{said}")
 
 
-def test_what_is_wrong_with_packages_is_said_of_an_unknown_name(tmp_path: Path) -> None:
+def test_what_is_wrong_with_packages_is_said_of_an_unknown_name(tmp_path):
     assert compilers.read(tmp_path, "somebody") == {}
     with pytest.raises(ValueError, match=r"'triton-new' is no known compiler; known: triton, .*may bring others"):
         Toolchain.parse("triton-new==1.0")
@@ -338,7 +333,7 @@ def test_what_is_wrong_with_packages_is_said_of_an_unknown_name(tmp_path: Path) 
         compilers.bring(before or {})
 
 
-def test_ranges_of_a_compiler_that_is_added_to_triton(brought: dict[str, Compiler]) -> None:
+def test_ranges_of_a_compiler_that_is_added_to_triton(brought):
     """They hold for the Triton beneath where it is known; and for none where the compiler stands apart."""
     named = Toolchain.parse("triton-musa==3.1.0")
     assert named.within("triton", ">=3.3") is None
@@ -354,7 +349,7 @@ def test_ranges_of_a_compiler_that_is_added_to_triton(brought: dict[str, Compile
 @pytest.mark.parametrize(
     ("version", "known"), [("3.1.0", True), ("3.1.0.post2", True), ("3.2.0+git1234", True), ("3.3.0", False)]
 )
-def test_a_rebuild_of_a_release_is_known(brought: dict[str, Compiler], version: str, known: bool) -> None:
+def test_a_rebuild_of_a_release_is_known(brought, version, known):
     assert brought
     assert (Toolchain.parse(f"triton-musa=={version}").unknown_release() == "") is known
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,7 +14,7 @@ from opcalls import pretend_accelerator
 from support import PlantedWorker
 
 import portattn
-from portattn import Problem, Target
+from portattn import Problem
 from portattn.api import dispatch
 from portattn.backends.cuda.schedules import FORWARD
 from portattn.compile.record_store import CompileStore
@@ -24,7 +23,6 @@ from portattn.planning import core_path
 from portattn.planning.data_files import load_verified
 from portattn.planning.kernel_specs import CORES
 from portattn.planning.registry import parse_target
-from portattn.schema.call import Call
 from portattn.schema.problem_limits import OPS
 from portattn.testing import canary
 from portattn.testing.oracle import dense_view
@@ -55,18 +53,18 @@ class Fake(PlantedWorker):
     requests: ClassVar[list[dict[str, Any]]] = []
     answer: ClassVar[Reply] = GOOD
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, **options):
         assert options == {"runs": "kernels"}
         Fake.started += 1
 
-    def request(self, task: str, seconds: float, **fields: Any) -> Reply:
+    def request(self, task, seconds, **fields):
         assert (task, seconds) == ("portattn.testing.verdict:compare", 3.0)
         Fake.requests.append(fields)
         return Fake.answer
 
 
 @pytest.fixture
-def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Settings]:
+def settings(tmp_path, monkeypatch):
     monkeypatch.setattr(canary, "Worker", Fake)
     monkeypatch.setattr(canary, "MOST_AT_ONCE", 1)  # on machines of many cores too
     Fake.started, Fake.requests, Fake.answer = 0, [], GOOD
@@ -74,19 +72,19 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Settin
     dispatch.forget_plans()
 
 
-def made_for(op: str, target: Target = SM_90) -> portattn.Plan:
+def made_for(op, target=SM_90):
     return portattn.plan(canary.CASES[op][0], target)
 
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("target", [SM_90, MI300], ids=str)
-def test_every_family_has_cases_that_its_kernel_takes(op: str, target: Target) -> None:
+def test_every_family_has_cases_that_its_kernel_takes(op, target):
     plans = [canary.plan_case(problem, target, Settings(), "triton") for problem in canary.CASES[op]]
     assert {made.kernel for made in plans} == {CORES[op].name}
     assert all(canary.cases(made) == canary.CASES[op] for made in plans)
 
 
-def test_they_run_where_nobody_has_run_the_tests() -> None:
+def test_they_run_where_nobody_has_run_the_tests():
     assert core_path.seen_to_run(SM_90).level == "measured"
     newer = parse_target("cuda:sm_90", "triton==3.7.0")
     for target, auto in (
@@ -100,7 +98,7 @@ def test_they_run_where_nobody_has_run_the_tests() -> None:
         assert not core_path.canaries_wanted(target, Settings(canary="never"))
 
 
-def test_evidence_that_is_not_as_it_should_be_is_an_error(tmp_path: Path) -> None:
+def test_evidence_that_is_not_as_it_should_be_is_an_error(tmp_path):
     (tmp_path / "verified.toml").write_text('[[seen]]\narch = ["sm_90"]\ntoolchain = "x"\nlevel = "compiles"\n')
     with pytest.raises(portattn.DataError, match=r"verified\.toml"):
         core_path._seen(tmp_path)
@@ -110,7 +108,7 @@ def test_evidence_that_is_not_as_it_should_be_is_an_error(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "newer", ['untested_ops = ["decoding"]', 'untested = ["kv_format=!as_q"]', 'untested_queries = ["e4"]']
 )
-def test_evidence_that_leaves_out_what_there_is_not_is_an_error(tmp_path: Path, newer: str) -> None:
+def test_evidence_that_leaves_out_what_there_is_not_is_an_error(tmp_path, newer):
     seen = 'arch = ["sm_90"]\ntoolchain = "x"\nlevel = "runs"\ndate = 2026-11-24\nwhat = "tests"\n'
     (tmp_path / "verified.toml").write_text(f"[[seen]]\n{seen}{newer}\n")
     with pytest.raises(portattn.DataError, match=r"verified\.toml.*untested|verified\.toml.*kv_format"):
@@ -118,7 +116,7 @@ def test_evidence_that_leaves_out_what_there_is_not_is_an_error(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_each_answer_is_a_record_that_is_kept(settings: Settings, name: str) -> None:
+def test_each_answer_is_a_record_that_is_kept(settings, name):
     Fake.answer, symptom = ANSWERS[name]
     record = canary.check(made_for("paged_attention"), MI300, settings, torch.device("cuda", 1))
     store = CompileStore(Path(settings.cache_dir))
@@ -165,7 +163,7 @@ INCONCLUSIVE = {
 
 
 @pytest.mark.parametrize("name", INCONCLUSIVE)
-def test_what_says_nothing_is_said_and_tried_again(settings: Settings, name: str) -> None:
+def test_what_says_nothing_is_said_and_tried_again(settings, name):
     Fake.answer = INCONCLUSIVE[name]
     with pytest.warns(UserWarning, match="inconclusive"):
         assert canary.check(made_for("attention"), MI300, settings, torch.device("cuda", 0)) is None
@@ -175,13 +173,13 @@ def test_what_says_nothing_is_said_and_tried_again(settings: Settings, name: str
 class Sabotaged(Fake):
     """Really runs the kernels, under the interpreter, and spoils one element of what they give."""
 
-    def request(self, task: str, seconds: float, **fields: Any) -> Reply:
+    def request(self, task, seconds, **fields):
         from portattn.testing import verdict
 
         fields |= {"path": "interpreter", "target": "cpu:generic", "device": "cpu"}
         original = verdict.run_core
 
-        def spoiled(plan: Any, call: Any, cores: int) -> Any:
+        def spoiled(plan, call, cores):
             out, lse = original(plan, call, cores)
             if plan.kernel == "decode_split":
                 out[0, -1, -1, -1] += 0.25
@@ -226,7 +224,7 @@ def test_a_wrong_kernel_is_quarantined_and_the_call_is_right(settings, monkeypat
         assert portattn.last_plan().path == "triton"
 
 
-def test_what_a_run_on_the_chip_did_not_reach_has_canaries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_run_on_the_chip_did_not_reach_has_canaries(tmp_path, monkeypatch):
     """Attention over e4m3 with 3.9.0; what passed there has none: caches of 8 bits, and what fills one."""
     evidence_files.plant(tmp_path, monkeypatch)
     target = parse_target("cuda:sm_90", "triton==3.9.0")
@@ -251,17 +249,17 @@ class Meeting:
     asked: ClassVar[list[str]] = []
     closed: ClassVar[int] = 0
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, **options):
         self.over = threading.Event()
 
-    def __enter__(self) -> Meeting:
+    def __enter__(self):
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error):
         Meeting.closed += 1
         self.over.set()
 
-    def request(self, task: str, seconds: float, **fields: Any) -> Reply:
+    def request(self, task, seconds, **fields):
         place = len(Meeting.asked)
         Meeting.asked.append(str(fields["problem"]))
         if place < Meeting.met.parties:
@@ -277,7 +275,7 @@ ENDLESS = Reply(outcome="hang", stage="run")
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_several_run_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+def test_several_run_at_once(tmp_path, monkeypatch, fails):
     """All answers count; and where the first is wrong, the ones that have not ended are ended, not waited for."""
     settings = Settings(canary="always", cache_dir=str(tmp_path), compile_seconds=3.0)
     monkeypatch.setattr(canary, "Worker", Meeting)
@@ -298,7 +296,7 @@ def test_several_run_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fa
         assert len(Meeting.asked) == len(canary.CASES["attention"])
 
 
-def test_what_says_nothing_beside_others_is_asked_again_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_says_nothing_beside_others_is_asked_again_alone(tmp_path, monkeypatch):
     """The device may have room for one context and not for several."""
     settings = Settings(canary="always", cache_dir=str(tmp_path), compile_seconds=3.0)
     monkeypatch.setattr(canary, "Worker", Meeting)
@@ -311,7 +309,7 @@ def test_what_says_nothing_beside_others_is_asked_again_alone(tmp_path: Path, mo
     assert Meeting.closed == min(canary.MOST_AT_ONCE, number) + 1
 
 
-def test_every_case_of_a_variant_is_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_case_of_a_variant_is_run_once(tmp_path, monkeypatch):
     settings = Settings(canary="always", cache_dir=str(tmp_path), compile_seconds=3.0)
     newer = parse_target("cuda:sm_90", "triton==3.7.0")
     made = portattn.plan(FORWARD[0], newer)
@@ -327,7 +325,7 @@ def test_every_case_of_a_variant_is_run_once(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("kv_format", ["e4m3", "int8", "int4", "nvfp4"])
 @pytest.mark.parametrize("op", ["append_kv", "write_pages"])
-def test_every_writer_has_cases_that_store_as_it_does(op: str, kv_format: str, dtype: str) -> None:
+def test_every_writer_has_cases_that_store_as_it_does(op, kv_format, dtype):
     """New rows of float32 are stored by bytes where those of 16 bits are stored in words."""
     problem = portattn.Problem(
         op=op, batch=1, heads_q=8, heads_k=8, seq_q=1, seq_k=8192, head_dim=64, kv_format=kv_format, dtype=dtype,
@@ -348,11 +346,11 @@ P = Problem(
 
 
 @pytest.fixture
-def call() -> Call:
+def call():
     return random_call(P, 0)
 
 
-def narrow(call: Call, order: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def narrow(call, order=None):
     """By definition, probabilities e4m3; with an order the values are those of other keys."""
     view = dense_view(call)
     scores = view.products(view.q.double(), view.k.double()) * call.scale
@@ -363,7 +361,7 @@ def narrow(call: Call, order: torch.Tensor | None = None) -> tuple[torch.Tensor,
     return out.to(call.dtype), torch.logsumexp(scores, dim=-1).float()
 
 
-def test_its_own_rounding_is_allowed_and_no_path_of_16_bits_may_have_it(call: Call) -> None:
+def test_its_own_rounding_is_allowed_and_no_path_of_16_bits_may_have_it(call):
     out, lse = narrow(call)
     facts = judge(call, out, lse, probabilities="e4m3")
     assert not facts["wrong"]
@@ -374,14 +372,14 @@ def test_its_own_rounding_is_allowed_and_no_path_of_16_bits_may_have_it(call: Ca
     assert strict["lse_budget"] < facts["lse_budget"]
 
 
-def test_two_keys_in_each_others_places_are_seen(call: Call) -> None:
+def test_two_keys_in_each_others_places_are_seen(call):
     order = torch.arange(P.seq_k).view(-1, 16)
     order[:, [2, 8]] = order[:, [8, 2]]  # as a wrong order of 16 keys would have it
     facts = judge(call, *narrow(call, order.flatten()), probabilities="e4m3")
     assert facts["error"] > facts["budget"]
 
 
-def test_a_sum_that_is_too_small_is_seen(call: Call) -> None:
+def test_a_sum_that_is_too_small_is_seen(call):
     out, lse = narrow(call)
     facts = judge(call, out, lse - 0.1, probabilities="e4m3")
     assert facts["lse_error"] > facts["lse_budget"]

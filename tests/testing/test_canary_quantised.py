@@ -1,9 +1,7 @@
 """Canaries of quantised caches: they read such caches, and find a kernel that widens their numbers wrongly."""
 
 import importlib.util
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import msgspec
 import pytest
@@ -19,9 +17,8 @@ from portattn.config import Settings
 from portattn.kernels import attend
 from portattn.planning.kernel_specs import CORES
 from portattn.planning.registry import parse_target
-from portattn.schema.call import Call
 from portattn.schema.problem import Problem
-from portattn.schema.problem_limits import KvFormat, KvScales, formats_of
+from portattn.schema.problem_limits import formats_of
 from portattn.schema.tensors import KV_STORED
 from portattn.testing import canary, verdict
 from portattn.testing.executor import interpreter_missing
@@ -61,12 +58,12 @@ WRONG = {
 }
 
 
-def made_for(op: str, kind: KvFormat, scales: KvScales) -> portattn.Plan:
+def made_for(op, kind, scales):
     return portattn.plan(canary.over(canary.CASES[op][0], kind, scales), MI300)
 
 
 @pytest.mark.parametrize("op", READERS)
-def test_verify_runs_every_format_and_kind_of_scales(op: str) -> None:
+def test_verify_runs_every_format_and_kind_of_scales(op):
     plain, found = canary.CASES[op], canary.of_op(op)
     assert found[: len(plain)] == plain
     stored = [(p.kv_format, p.kv_scales) for p in found[len(plain) :]]
@@ -77,7 +74,7 @@ def test_verify_runs_every_format_and_kind_of_scales(op: str) -> None:
 
 
 @pytest.mark.parametrize(("op", "kind", "scales"), STORED)
-def test_the_set_is_of_the_plans_own_cache(op: str, kind: KvFormat, scales: KvScales) -> None:
+def test_the_set_is_of_the_plans_own_cache(op, kind, scales):
     """In both dtypes of queries; the kernel takes each."""
     found = canary.cases(made_for(op, kind, scales))
     assert len(found) == len(canary.CASES[op])
@@ -88,7 +85,7 @@ def test_the_set_is_of_the_plans_own_cache(op: str, kind: KvFormat, scales: KvSc
 
 
 @pytest.mark.parametrize(("op", "kind", "scales"), STORED)
-def test_its_calls_hold_such_numbers(op: str, kind: KvFormat, scales: KvScales) -> None:
+def test_its_calls_hold_such_numbers(op, kind, scales):
     """What a child would make of each: bytes of that format, many different ones, and scales that differ."""
     for problem in canary.cases(made_for(op, kind, scales)):
         call = _call(problem)
@@ -103,12 +100,12 @@ def test_its_calls_hold_such_numbers(op: str, kind: KvFormat, scales: KvScales) 
                 assert len(scale.unique()) > 2
 
 
-def _call(problem: Problem) -> Call:
+def _call(problem):
     plan = canary.plan_case(problem, MI300, Settings(), "triton")
     return verdict.call_of(canary.request_of(plan, problem, plan.path, "cpu:generic", "cpu"))
 
 
-def test_a_canarys_record_is_of_one_chip_compiler_and_source(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_canarys_record_is_of_one_chip_compiler_and_source(monkeypatch):
     replace = msgspec.structs.replace
     tools = MI300.toolchain
     targets = [
@@ -123,7 +120,7 @@ def test_a_canarys_record_is_of_one_chip_compiler_and_source(monkeypatch: pytest
     assert canary.key_of("decode_split", MI300) not in keys
 
 
-def test_each_format_and_kind_of_scales_has_a_record() -> None:
+def test_each_format_and_kind_of_scales_has_a_record():
     stored = ["", *(canary.stored_as(made_for(*one)) for one in STORED if one[0] == "decode_attention")]
     assert len({canary.key_of("decode_split", MI300, one) for one in stored}) == len(stored)
     assert canary.key_of("decode_split", MI300, "") == canary.key_of("decode_split", MI300)
@@ -134,14 +131,14 @@ class Interpreted(PlantedWorker):
 
     requests: ClassVar[list[Problem]] = []
 
-    def request(self, task: str, seconds: float, **fields: Any) -> Reply:
+    def request(self, task, seconds, **fields):
         fields |= {"path": "interpreter", "target": "cpu:generic", "device": "cpu"}
         Interpreted.requests.append(verdict.call_of(fields).problem)
         return Reply(outcome="ok", facts=verdict.compare(fields)["facts"])
 
 
 @pytest.fixture
-def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Settings]:
+def settings(tmp_path, monkeypatch):
     if interpreter_missing():
         pytest.skip(interpreter_missing())
     monkeypatch.setattr(canary, "Worker", Interpreted)
@@ -150,7 +147,7 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Settin
     dispatch.forget_plans()
 
 
-def plant(monkeypatch: pytest.MonkeyPatch, folder: Path, old: str, new: str) -> None:
+def plant(monkeypatch, folder, old, new):
     text = SOURCE.read_text(encoding="utf-8")
     assert text.count(old) == 1
     file = folder / "planted_stored.py"

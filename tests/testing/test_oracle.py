@@ -40,8 +40,7 @@ def tiny(values: dict[str, list[float]], **fields) -> Call:
     sizes = {"batch": 1, "heads_q": 1, "heads_k": 1, "seq_q": q.shape[2], "seq_k": k.shape[2], "head_dim": 1}
     names = {n for n in fields if n in Problem.__struct_fields__ and not isinstance(fields[n], torch.Tensor)}
     p = Problem(**sizes, **{n: fields[n] for n in names if n != "softcap"}, softcap="softcap" in fields)
-    rest = {n: fields[n] for n in fields if n not in names or n == "softcap"}
-    return Call(p, q, k, v, 1.0, **rest)
+    return Call(p, q, k, v, 1.0, **{n: fields[n] for n in fields if n not in names or n == "softcap"})
 
 
 @pytest.mark.parametrize(
@@ -84,8 +83,7 @@ def test_alibi_counts_distances_on_both_sides() -> None:
 
 def test_softcap_by_hand() -> None:
     """Scores 2·artanh(1/2) and 0, capped to 2: 2·tanh gives 1 and 0."""
-    call = tiny({"q": [1.0], "k": [2.0 * math.atanh(0.5), 0.0], "v": [1.0, 0.0]}, softcap=2.0)
-    out, lse = oracle(call)
+    out, lse = oracle(tiny({"q": [1.0], "k": [2.0 * math.atanh(0.5), 0.0], "v": [1.0, 0.0]}, softcap=2.0))
     assert out.item() == pytest.approx(math.e / (math.e + 1.0))
     assert lse.item() == pytest.approx(math.log(math.e + 1.0))
 

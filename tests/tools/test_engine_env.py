@@ -11,7 +11,6 @@ import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -28,7 +27,7 @@ sys.exit(5)
 """
 
 
-def wheel(folder: Path, name: str, files: dict[str, str]) -> None:
+def wheel(folder, name, files):
     info = f"{name}-1.0.dist-info"
     files = files | {
         f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
@@ -42,7 +41,7 @@ def wheel(folder: Path, name: str, files: dict[str, str]) -> None:
 
 
 @pytest.fixture(scope="module")
-def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheels(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheels")
     for name in (*OTHERS, "toy"):
         wheel(folder, name, {f"{name}/__init__.py": ""})
@@ -51,11 +50,9 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def script(tmp_path: Path, wheels: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def script(tmp_path, wheels, monkeypatch):
     """The module, with lists of its own, an empty folder of environments, and wheels instead of an index."""
     spec = importlib.util.spec_from_file_location("engine_env", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "engine_env", module)
     spec.loader.exec_module(module)
@@ -69,20 +66,20 @@ def script(tmp_path: Path, wheels: Path, monkeypatch: pytest.MonkeyPatch) -> Mod
     return module
 
 
-def listed(script: ModuleType, version: str = "1.0", head: str = "", lines: str = "") -> None:
+def listed(script, version="1.0", head="", lines=""):
     packages = "\n".join(f"{name}==1.0" for name in (*OTHERS, "pytest", "toy"))
     text = f"# a list\n#: size 1\n#: env OWN=yes\n{head}\n{packages}\n{lines}\n"
     (script.LISTS / f"toy-{version}.txt").write_text(text)
 
 
-def made(tmp_path: Path) -> list[str]:
+def made(tmp_path):
     return sorted(path.name for path in (tmp_path / "engines").iterdir() if not path.name.endswith(".lock"))
 
 
 Capture = pytest.CaptureFixture[str]
 
 
-def test_made_once(script: ModuleType, tmp_path: Path, capfd: Capture) -> None:
+def test_made_once(script, tmp_path, capfd):
     listed(script)
     assert script.main(["list"]) == 0
     assert re.search(r"toy-1.0 +absent", capfd.readouterr().out)
@@ -109,15 +106,14 @@ def test_made_once(script: ModuleType, tmp_path: Path, capfd: Capture) -> None:
     assert script.main(["remove", "toy-1.0"]) == script.BAD
 
 
-def test_tests_see_the_checkout(script: ModuleType, capfd: Capture) -> None:
+def test_tests_see_the_checkout(script, capfd):
     listed(script)
     assert script.main(["test", "toy-1.0"]) == script.CANNOT
     assert "its environment is absent; `python scripts/engine_env.py make toy==1.0` makes it" in capfd.readouterr().err
     script.main(["make", "toy==1.0"])
     capfd.readouterr()
     # pytest's own status is the result.
-    environment = script.recipe("toy-1.0")
-    site = next((environment.folder / "lib").glob("python3*/site-packages"))
+    site = next((script.recipe("toy-1.0").folder / "lib").glob("python3*/site-packages"))
     for name in ("msgspec", "numpy", "torch"):  # portattn imports the real ones
         shutil.rmtree(site / name)
     (site / "others.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
@@ -143,16 +139,14 @@ def test_tests_see_the_checkout(script: ModuleType, capfd: Capture) -> None:
         ),
     ],
 )
-def test_what_cannot_be_made_leaves_nothing(
-    script: ModuleType, tmp_path: Path, capfd: Capture, head: str, lines: str, options: list[str], reason: str
-) -> None:
+def test_what_cannot_be_made_leaves_nothing(script, tmp_path, capfd, head, lines, options, reason):
     listed(script, head=head, lines=lines)
     assert script.main(["make", "toy==1.0", "--json", *options]) == script.CANNOT
     assert re.search(reason, json.loads(capfd.readouterr().out)["error"])
     assert made(tmp_path) == []
 
 
-def test_a_full_disk_is_one_clear_error(script: ModuleType, tmp_path: Path) -> None:
+def test_a_full_disk_is_one_clear_error(script, tmp_path):
     listed(script)
     (tmp_path / "engines").mkdir()
     says = "import sys; print('a line'); sys.exit('ERROR: [Errno 28] No space left on device')"
@@ -160,7 +154,7 @@ def test_a_full_disk_is_one_clear_error(script: ModuleType, tmp_path: Path) -> N
         script.run([sys.executable, "-c", says], script.recipe("toy-1.0"), float("inf"), 1, {})
 
 
-def test_bad_input(script: ModuleType, capfd: Capture) -> None:
+def test_bad_input(script, capfd):
     listed(script)
     for arguments, reason in (
         (["make", "absent==1.0"], "there is no list of its packages in .* those there are: toy-1.0"),
@@ -184,13 +178,12 @@ def test_bad_input(script: ModuleType, capfd: Capture) -> None:
 
 
 @pytest.mark.parametrize("kill", [signal.SIGTERM, signal.SIGKILL])
-def test_ended_while_making(script: ModuleType, tmp_path: Path, capfd: Capture, kill: signal.Signals) -> None:
+def test_ended_while_making(script, tmp_path, capfd, kill):
     listed(script, head="#: try import time; time.sleep(8)")
     code = f"import sys; from pathlib import Path; sys.path.insert(0, {str(SCRIPT.parent)!r}); "
     code += "import engine_env; "
     code += f"engine_env.LISTS = Path({str(script.LISTS)!r}); sys.exit(engine_env.main(['make', 'toy==1.0']))"
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
     for line in process.stderr:
         if "trying it" in line:
             break
@@ -209,10 +202,10 @@ def test_ended_while_making(script: ModuleType, tmp_path: Path, capfd: Capture, 
     assert made(tmp_path) == ["toy-1.0"]
 
 
-def test_ended_while_testing(script: ModuleType, capfd: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ended_while_testing(script, capfd, monkeypatch):
     """What is said is about the tests: making has an end of its own."""
 
-    def ended(*_: object, **__: object) -> int:
+    def ended(*_, **__):
         signal.raise_signal(signal.SIGTERM)
         return 0
 
@@ -228,7 +221,7 @@ def test_ended_while_testing(script: ModuleType, capfd: Capture, monkeypatch: py
     assert script.recipe("toy-1.0").state == "made"
 
 
-def test_newest_and_every_list(script: ModuleType, capfd: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_newest_and_every_list(script, capfd, monkeypatch):
     for version in ("0.9", "0.10", "0.10.1"):
         listed(script, version)
     assert script.main(["list", "--newest"]) == 0
@@ -240,7 +233,7 @@ def test_newest_and_every_list(script: ModuleType, capfd: Capture, monkeypatch: 
         assert "triton==3.6.0" in script.recipe(name).packages
 
 
-def make_engines(engines: str, tmp_path: Path, seconds: str) -> subprocess.CompletedProcess[str]:
+def make_engines(engines, tmp_path, seconds):
     command = ["make", "--no-print-directory", "engines", "VENV=", f"PYTHON={sys.executable}", f"ENGINES={engines}",
                f"ENGINE_SECONDS={seconds}"]  # fmt: skip
     environment = {**os.environ, "ENGINES_HOME": str(tmp_path)}
@@ -248,7 +241,7 @@ def make_engines(engines: str, tmp_path: Path, seconds: str) -> subprocess.Compl
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
-def test_make_engines(tmp_path: Path) -> None:
+def test_make_engines(tmp_path):
     """An engine whose environment cannot be made is named. A run that tests nothing fails, and so does a wrong name."""
     newest = "vllm==0.33.0"
     done: Callable[[str], subprocess.CompletedProcess[str]] = lambda name: make_engines(name, tmp_path, "0.01")  # noqa: E731

@@ -39,7 +39,6 @@ def test_a_variant_says_what_the_names_in_its_schedules_mean(variant, schedules)
     """Each of them, and no others; of entries too."""
     assert set(variant.legend) == schedules[variant.name]
     tuning = Registry.load().tuning(SM_90)
-    assert tuning is not None
     for entry in tuning.entry:
         assert entry.kernel != variant.name or set(entry.flags) <= set(variant.legend)
 

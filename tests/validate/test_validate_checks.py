@@ -1,7 +1,5 @@
 """What a Problem records of how tensors lie in memory, and when they are copied."""
 
-from typing import Any
-
 import msgspec
 import pytest
 import torch
@@ -11,19 +9,18 @@ from opcalls import differentiable
 import portattn
 from portattn.api.ops import make_request
 from portattn.config import Settings
-from portattn.schema.call import Call
 from portattn.validate import attention_call
 from portattn.validate.checks import reachable, wants_gradients
 
 K = (2, 2, 7, 16)
 
 
-def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor):
+def call(q, k, v):
     return attention_call("attention", q, k, v, names=("q", "k", "v"), settings=Settings())
 
 
-def test_aligned_is_what_descriptors_need() -> None:
-    def aligned(q: torch.Tensor) -> bool:
+def test_aligned_is_what_descriptors_need():
+    def aligned(q):
         return call(q, torch.zeros(1, 1, 7, q.shape[3]), torch.zeros(1, 1, 7, q.shape[3])).problem.aligned
 
     assert aligned(torch.zeros(1, 1, 5, 16))
@@ -34,10 +31,10 @@ def test_aligned_is_what_descriptors_need() -> None:
     assert not aligned(torch.zeros(1, 1, 1, 17)[..., :16])  # one row: a descriptor is encoded with its stride too
 
 
-def test_what_one_row_or_one_column_is_apart_does_not_matter() -> None:
+def test_what_one_row_or_one_column_is_apart_does_not_matter():
     """An axis of one element has a stride that nothing is multiplied by, but for that of a descriptor's rows."""
 
-    def aligned(*strides: int, shape: tuple[int, ...] = (1, 1, 5, 16)) -> bool:
+    def aligned(*strides, shape=(1, 1, 5, 16)):
         q = torch.zeros(2000).as_strided(shape, strides)
         return call(q, q, q).problem.aligned
 
@@ -48,8 +45,8 @@ def test_what_one_row_or_one_column_is_apart_does_not_matter() -> None:
     assert not aligned(3, 5, 32, 2)
 
 
-def test_pages_in_line_are_rows_of_one_matrix() -> None:
-    def in_line(k: torch.Tensor, v: torch.Tensor) -> bool:
+def test_pages_in_line_are_rows_of_one_matrix():
+    def in_line(k, v):
         arguments = good("paged_attention") | {"k_pages": k, "v_pages": v, "validate": False}
         return portattn.plan("paged_attention", **arguments).problem.pages_in_line
 
@@ -66,7 +63,7 @@ def test_pages_in_line_are_rows_of_one_matrix() -> None:
     assert not portattn.plan("mla_attention", **latent).problem.pages_in_line
 
 
-def test_a_last_axis_of_one_element_is_contiguous() -> None:
+def test_a_last_axis_of_one_element_is_contiguous():
     column = torch.zeros(4, 2, dtype=torch.int32).T[:, :1]
     assert column.stride(-1) == 2
     perform("paged_attention", good("paged_attention") | {"page_table": column, "seqlens_k": column[:, 0].clone()})
@@ -74,15 +71,14 @@ def test_a_last_axis_of_one_element_is_contiguous() -> None:
     perform("sparse_attention", good("sparse_attention") | {"indices": one, "counts": one[..., 0].contiguous()})
 
 
-def test_every_tensor_must_be_aligned() -> None:
+def test_every_tensor_must_be_aligned():
     odd = torch.zeros(2 * 2 * 7 * 16 + 1)[1:].view(K)
     assert call(torch.zeros(K), torch.zeros(K), torch.zeros(K)).problem.aligned
     for place in range(3):
-        tensors = [odd if i == place else torch.zeros(K) for i in range(3)]
-        assert not call(*tensors).problem.aligned
+        assert not call(*[odd if i == place else torch.zeros(K) for i in range(3)]).problem.aligned
 
 
-def test_needs_grad_only_where_autograd_will_ask() -> None:
+def test_needs_grad_only_where_autograd_will_ask():
     for asking in range(3):
         tensors = [torch.zeros(K, requires_grad=i == asking) for i in range(3)]
         assert call(*tensors).problem.needs_grad
@@ -90,7 +86,7 @@ def test_needs_grad_only_where_autograd_will_ask() -> None:
             assert not call(*tensors).problem.needs_grad
 
 
-def test_every_differentiable_tensor_asks_for_gradients() -> None:
+def test_every_differentiable_tensor_asks_for_gradients():
     """Of every op: a kernel without a backward must not be taken for any of them."""
     extra = {
         "sinks": torch.zeros(4), "alibi_slopes": torch.zeros(4), "bias": torch.zeros(1),
@@ -107,24 +103,22 @@ def test_every_differentiable_tensor_asks_for_gradients() -> None:
             assert portattn.plan(op, **given, **differentiable(op)).problem.needs_grad, (op, name)
 
 
-def test_wants_gradients_sees_forward_mode_too() -> None:
+def test_wants_gradients_sees_forward_mode_too():
     with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(torch.zeros(2), torch.ones(2))
-        assert wants_gradients(None, dual)
+        assert wants_gradients(None, torch.autograd.forward_ad.make_dual(torch.zeros(2), torch.ones(2)))
         assert not wants_gradients(None, torch.zeros(2))
     assert not wants_gradients(None)
 
 
-def test_rows_too_far_apart_for_32_bit_offsets_are_copied() -> None:
+def test_rows_too_far_apart_for_32_bit_offsets_are_copied():
     near = torch.zeros(1, 1, 3, 16)
     assert reachable(near) is near
-    far = torch.empty_strided((1, 1, 3, 16), (0, 0, 2**24, 1), device="meta")
-    assert reachable(far).stride(2) == 16
+    assert reachable(torch.empty_strided((1, 1, 3, 16), (0, 0, 2**24, 1), device="meta")).stride(2) == 16
     within = torch.empty_strided((1, 1, 3, 16), (0, 0, (2**31 - 1 - 16) // 256, 1), device="meta")
     assert reachable(within) is within
 
 
-def built(op: str, arguments: dict[str, Any]) -> Call:
+def built(op, arguments):
     return make_request("plan", op, (), arguments).build()
 
 
@@ -142,7 +136,7 @@ TENSORS = {"q": "q", "k": "k", "v": "v", "k_cache": "k", "v_cache": "v", "k_page
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_the_call_holds_views_of_what_was_given(name: str) -> None:
+def test_the_call_holds_views_of_what_was_given(name):
     op, arguments = CALLS[name]
     call = built(op, arguments)
     p = call.problem
@@ -158,7 +152,7 @@ def test_the_call_holds_views_of_what_was_given(name: str) -> None:
 
 
 @pytest.mark.parametrize("op", LAID_OUT)
-def test_tokens_before_heads_is_the_same_problem(op: str) -> None:
+def test_tokens_before_heads_is_the_same_problem(op):
     arguments = good(op)
     names = ["q", "q_nope", "q_rope"]
     names += [] if "page_table" in arguments else ["k", "v", "k_cache", "v_cache"]
@@ -169,7 +163,7 @@ def test_tokens_before_heads_is_the_same_problem(op: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["paged_attention", "sparse over pages", "ragged"])
-def test_heads_before_tokens_of_a_page_is_the_same_problem(name: str) -> None:
+def test_heads_before_tokens_of_a_page_is_the_same_problem(name):
     op, arguments = CALLS[name]
     pages = {n: t.transpose(1, 2).contiguous() for n, t in arguments.items() if n[1:] in ("_pages", "_cache")}
     assert len(pages) == 2
@@ -179,7 +173,7 @@ def test_heads_before_tokens_of_a_page_is_the_same_problem(name: str) -> None:
     assert (other.k.shape, other.v.shape) == (one.k.shape, one.v.shape)
 
 
-def test_what_is_asked_of_sparse_attention_is_recorded() -> None:
+def test_what_is_asked_of_sparse_attention_is_recorded():
     arguments = good("sparse_attention")
     p = built("sparse_attention", arguments).problem
     assert (p.tokens, p.log_weights, p.magicpig, p.seqlens_k) == (3, False, False, False)
@@ -195,7 +189,7 @@ def test_what_is_asked_of_sparse_attention_is_recorded() -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_the_scale_and_its_sign(name: str) -> None:
+def test_the_scale_and_its_sign(name):
     op, arguments = CALLS[name]
     for scale in (-0.5, 0, -0.0, 1e-3, 7):
         call = built(op, arguments | {"scale": scale})
@@ -207,7 +201,7 @@ def test_the_scale_and_its_sign(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_tensor_that_is_copied_is_said_to_be(name: str) -> None:
+def test_a_tensor_that_is_copied_is_said_to_be(name):
     """Of any op, and any of its tensors that kernels read by 32-bit offsets."""
     op, arguments = CALLS[name]
     shapes = {n: t.to("meta") if isinstance(t, torch.Tensor) else t for n, t in arguments.items()}
@@ -216,13 +210,12 @@ def test_a_tensor_that_is_copied_is_said_to_be(name: str) -> None:
         if n not in TENSORS:
             continue
         strides = [2**26 if stride != 1 else 1 for stride in tensor.stride()]
-        far = torch.empty_strided(tensor.shape, strides, device="meta")
-        call = built(op, shapes | {n: far})
+        call = built(op, shapes | {n: torch.empty_strided(tensor.shape, strides, device="meta")})
         assert call.copied, n
         assert getattr(call, TENSORS[n]).is_contiguous(), n
 
 
-def test_a_copied_tensor_is_said_to_be_one() -> None:
+def test_a_copied_tensor_is_said_to_be_one():
     """A call that is kept would be given the caller's own tensor, with the copy's strides."""
     q = torch.zeros(1, 1, 1, 16, device="meta")
     k = torch.empty_strided((1, 1, 3, 16), (0, 0, 2**24, 1), device="meta")
@@ -232,7 +225,7 @@ def test_a_copied_tensor_is_said_to_be_one() -> None:
     assert not call(q, *[torch.empty(1, 1, 3, 16, device="meta")] * 2).copied
 
 
-def test_a_bias_whose_keys_lie_too_far_apart_is_copied() -> None:
+def test_a_bias_whose_keys_lie_too_far_apart_is_copied():
     q, k = torch.zeros(1, 1, 1, 16, device="meta"), torch.empty(1, 1, 3, 16, device="meta")
     for name, dtype in (("bias", torch.float32), ("mask", torch.bool)):
         far = torch.empty_strided((1, 1, 1, 3), (0, 0, 0, 2**30), device="meta", dtype=dtype)
@@ -241,14 +234,14 @@ def test_a_bias_whose_keys_lie_too_far_apart_is_copied() -> None:
         assert getattr(made, name).stride(3) == 1
 
 
-def test_large_is_what_32_bit_byte_offsets_do_not_reach() -> None:
+def test_large_is_what_32_bit_byte_offsets_do_not_reach():
     k = torch.empty(1, 1, 2**23, 64, device="meta")
     q = torch.empty(1, 1, 1, 64, device="meta")
     assert call(q, k, k).problem.large
     assert not call(q, k[:, :, :-1], k[:, :, :-1]).problem.large
 
 
-def test_shapes_without_data_are_planned_for_every_op() -> None:
+def test_shapes_without_data_are_planned_for_every_op():
     """On the meta device nothing is read back, whatever is demanded."""
     for op, given in [*((op, good(op)) for op in OPS), ("sparse_attention", sparse_paged())]:
         shapes = {n: t.to("meta") if isinstance(t, torch.Tensor) else t for n, t in given.items()}

@@ -4,9 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -23,11 +21,11 @@ from portattn.planning.registry import parse_target
 from portattn.schema.plan import Plan
 from portattn.schema.problem import Problem
 from portattn.schema.toolchain import installed_toolchain
-from portattn.worker.client import Reply, Worker
+from portattn.worker.client import Worker
 
 
 @pytest.fixture(scope="module")
-def compiling_worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
+def compiling_worker(tmp_path_factory):
     """A worker with a Triton cache of its own, so that what is asked is compiled and not found."""
     cache = tmp_path_factory.mktemp("triton-cache")
     with Worker(environment={"TRITON_CACHE_DIR": str(cache)}) as worker:
@@ -38,7 +36,7 @@ def compiling_worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worke
 @pytest.mark.parametrize(
     ("target", "matrix"), [("cuda:sm_80", "mma"), ("rocm:gfx942", "mfma")], ids=["sm_80", "gfx942"]
 )
-def test_a_real_compile_for_a_chip_that_is_not_here(compiling_worker: Worker, target: str, matrix: str) -> None:
+def test_a_real_compile_for_a_chip_that_is_not_here(compiling_worker, target, matrix):
     where = parse_target(target)
     p = problem(heads_q=8, seq_q=256, seq_k=256, head_dim=64, dtype="fp16", causal="bottom_right", seqlens_k=True)
     made = plan(p, where)
@@ -54,7 +52,7 @@ def test_a_real_compile_for_a_chip_that_is_not_here(compiling_worker: Worker, ta
 
 
 @pytest.mark.compiles
-def test_a_kernel_that_does_not_compile(compiling_worker: Worker, tmp_path: Path) -> None:
+def test_a_kernel_that_does_not_compile(compiling_worker, tmp_path):
     """The compiler's own error comes back with its stage; the worker lives on."""
     where = parse_target("cuda:sm_80")
     p = problem(dtype="fp16", head_dim=64)
@@ -82,7 +80,7 @@ PLANTED = {
 
 
 @pytest.fixture
-def planted(tmp_path: Path) -> Iterator[Worker]:
+def planted(tmp_path):
     """A real worker that can import kernel modules which fail on purpose."""
     for name, text in PLANTED.items():
         (tmp_path / f"{name}.py").write_text(text)
@@ -90,13 +88,13 @@ def planted(tmp_path: Path) -> Iterator[Worker]:
         yield worker
 
 
-def compile_planted(worker: Worker, module: str, seconds: float = SECONDS, **fields: object) -> Reply:
+def compile_planted(worker, module, seconds=SECONDS, **fields):
     planted = {"module": module, "function": "f", "types": {}, "constants": {}, "divisible": [], "small": []}
     return worker.request("compile", seconds, signature=planted | {"options": {}}, target=["cuda", 80, 32], **fields)
 
 
 @pytest.mark.compiles
-def test_crash_hang_and_error_are_told_apart(planted: Worker) -> None:
+def test_crash_hang_and_error_are_told_apart(planted):
     reply = compile_planted(planted, "raises")
     assert (reply.outcome, reply.stage, reply.kind, reply.message) == (
         "error", "parse", "ImportError", "no such kernel",
@@ -120,13 +118,13 @@ def test_crash_hang_and_error_are_told_apart(planted: Worker) -> None:
 
 
 @pytest.mark.compiles
-def test_environment_is_passed_for_one_request_alone(planted: Worker) -> None:
+def test_environment_is_passed_for_one_request_alone(planted):
     """And the child compiles even where this process interprets."""
     assert compile_planted(planted, "reads_env", env={"TRITON_PLANTED": "inner"}).message == "inner-"
     assert compile_planted(planted, "reads_env").message == "outer-"
 
 
-def test_a_signature_is_plain_data() -> None:
+def test_a_signature_is_plain_data():
     p = problem(dtype="bf16", seqlens_k=True, heads_q=4)
     made = plan(p, parse_target("cuda:sm_90", "triton==3.6.0"), settings=Settings(backend="triton"))
     launches, _, _ = kernel_calls(made, meta_call(p), 132)
@@ -145,7 +143,7 @@ def test_a_signature_is_plain_data() -> None:
 CHILD = Path(__file__).with_name("early_ir_child.py")
 
 
-def asked(kind: str) -> dict[str, Any]:
+def asked(kind):
     """The request to compile a kernel for sm_90."""
     release = installed_toolchain()
     if not release.within("triton", ">=3.6"):
@@ -166,7 +164,7 @@ def asked(kind: str) -> dict[str, Any]:
 
 @pytest.mark.compiles
 @pytest.mark.parametrize("kind", ["core", "gluon"])
-def test_ir_is_made_before_the_digest_and_kept_under_the_same_key(kind: str, tmp_path: Path) -> None:
+def test_ir_is_made_before_the_digest_and_kept_under_the_same_key(kind, tmp_path):
     request = tmp_path / "request.json"
     request.write_bytes(msgspec.json.encode(asked(kind)))
     found = {}

@@ -9,12 +9,10 @@ SECONDS = 120.0  # for what should take a few
 
 def process_of(worker: Worker) -> int:
     """The number of the child that runs."""
-    assert worker._child is not None
     return worker._child.process.pid
 
 
 def folder_of(worker: Worker) -> Path:
-    assert worker._child is not None
     return Path(worker._child.folder)
 
 

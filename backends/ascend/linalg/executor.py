@@ -352,7 +352,7 @@ def outputs_of(call: Call) -> tuple[str, ...]:
     if not call.problem.writes:
         return OUTPUTS
     if call.result is not None:
-        return ("result",)
+        return ("result", "candidates")
     return ("k", "v", "k_scale", "v_scale") if call.problem.kv_scales == "token" else ("k", "v")
 
 

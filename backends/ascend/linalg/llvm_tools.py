@@ -12,8 +12,8 @@ import uuid
 from pathlib import Path
 
 from portattn.errors import PortattnError
+from portattn.tools.lab.creating import CommandError, Commands, Say, quiet
 from portattn.tools.lab.folders import folder_of
-from portattn.tools.lab.run_programs import CommandError, Commands, Say, quiet
 
 LLVM = ("mlir-opt", "mlir-translate", "llc")
 ALL = (*LLVM, "cc")

@@ -23,9 +23,44 @@ _MARK = re.compile(r"^\s*annotation\.mark\b.*$", re.MULTILINE)
 _FOREIGN_OPERATION = re.compile(
     r"(?:^|=)\s*\"?((?:tt|hivm|hfusion|annotation|linalg_ext|triton_\w+)\.[\w.]+)", re.MULTILINE
 )
+_DECLARATION = re.compile(r"^ *func\.func private @.*$", re.MULTILINE)
 _CALL = re.compile(r"\bcall @(\w+)")
 # HFusion is the vendor's dialect that the adapter's pass triton-to-hfusion writes; of a scan it makes a function call.
 _VENDORS = re.compile(r"(?:^|=)\s*(hfusion\.\w+)|\bcall @(\w+?)(?:_\d+)?\(", re.MULTILINE)
+
+
+# The call that the adapter makes of tl.cumsum along the last axis: (tensor, axis, whether backwards).
+_RUNNING_SUM = re.compile(
+    r"^ *(?P<result>%\w+) = (?:func\.)?call @triton_cumsum_\d+\((?P<numbers>%\w+), %c(?P<axis>\d)_i32, %false\) : "
+    r"\((?P<type>tensor<(?:(?P<rows>\d+)x)?(?P<columns>\d+)x(?P<element>i32|f32)>), i32, i1\) -> (?P=type)$",
+    re.MULTILINE,
+)
+
+
+def _running_sum(call: re.Match[str]) -> str:
+    """Return loops in place of the call; along another axis the call itself."""
+    result, numbers, kind, element = call["result"], call["numbers"], call["type"], call["element"]
+    if int(call["axis"]) != (call["rows"] is not None):
+        return call[0]
+    new, add, zero = f"%sum_{result[1:]}", *(("arith.addi", "0") if element == "i32" else ("arith.addf", "0.0"))
+    places = f"{new}_row, {new}_column" if call["rows"] else f"{new}_column"
+    return f"""\
+    {new}_0 = arith.constant 0 : index
+    {new}_1 = arith.constant 1 : index
+    {new}_rows = arith.constant {call["rows"] or 1} : index
+    {new}_columns = arith.constant {call["columns"]} : index
+    {new}_zero = arith.constant {zero} : {element}
+    {new}_empty = tensor.empty() : {kind}
+    {result} = scf.for {new}_row = {new}_0 to {new}_rows step {new}_1 iter_args({new}_made = {new}_empty) -> ({kind}) {{
+      {new}_line:2 = scf.for {new}_column = {new}_0 to {new}_columns step {new}_1 iter_args({new}_filled = {new}_made,
+          {new}_before = {new}_zero) -> ({kind}, {element}) {{
+        {new}_number = tensor.extract {numbers}[{places}] : {kind}
+        {new}_now = {add} {new}_before, {new}_number : {element}
+        {new}_next = tensor.insert {new}_now into {new}_filled[{places}] : {kind}
+        scf.yield {new}_next, {new}_now : {kind}, {element}
+      }}
+      scf.yield {new}_line#0 : {kind}
+    }}"""
 
 
 class Argument(msgspec.Struct, frozen=True):
@@ -58,12 +93,13 @@ def kernel_of(text: str) -> LoweredKernel:
 
 def vendor_parts(text: str) -> set[str]:
     """Return operations and library functions that the adapter leaves to the vendor's compiler on purpose."""
-    return {operation or function for operation, function in _VENDORS.findall(text)}
+    return {operation or function for operation, function in _VENDORS.findall(_RUNNING_SUM.sub("", text))}
 
 
 def upstream(text: str) -> str:
     """Return the text for upstream MLIR, without attributes that only place and pipeline. Raise LinalgError."""
-    text = _MARK.sub("", _OWN_ATTRIBUTES.sub("", text))
+    text = _MARK.sub("", _OWN_ATTRIBUTES.sub("", _DECLARATION.sub("", text)))
+    text = _RUNNING_SUM.sub(_running_sum, text)
     foreign = _FOREIGN_OPERATION.search(text)
     if foreign:
         raise LinalgError(f"the lowered text has {foreign[1]}, which only the vendor's compiler knows")

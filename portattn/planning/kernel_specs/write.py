@@ -163,7 +163,7 @@ class TopkRows(CoreKernel):
     name = "topk_rows"
     function = "topk_rows"
     op = "topk_indices"
-    choices: tuple[str, ...] = ("grid",)
+    choices: tuple[str, ...] = ("grid", "reads")
 
     def cannot(self, problem: Problem) -> tuple[str, str] | None:
         if self.tiles(problem, Launch()) > INT32_MAX:
@@ -191,4 +191,6 @@ class TopkRows(CoreKernel):
         return msgspec.structs.replace(launch, splits=1)
 
     def constexprs(self, problem: Problem, lowering: Lowering, launch: Launch) -> dict[str, Any]:
-        return {"BLOCK_N": launch.block_n, "LONG": problem.seq_k > launch.block_n, "GRID": lowering.grid}
+        return {"BLOCK_N": launch.block_n, "LONG": problem.seq_k > launch.block_n} | {
+            name.upper(): getattr(lowering, name) for name in self.choices
+        }

@@ -15,8 +15,7 @@ from portattn.tools import run_log
 from portattn.tools.bench.cases import SETS
 from portattn.tools.bench.contenders import MINE
 from portattn.tools.bench.firstcall import FirstCall
-from portattn.tools.bench.goals import Status, geomean, goal_results
-from portattn.tools.bench.report import csv_text, document, table
+from portattn.tools.bench.report import Status, csv_text, document, geomean, goal_results, table
 from portattn.tools.bench.results import Figures, Result, Row, decode
 from portattn.tools.bench.rounds import ratio
 from portattn.tools.run_log import UNREADABLE

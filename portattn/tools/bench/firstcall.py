@@ -78,6 +78,7 @@ def time_calls(case: Case, device: str, warm: bool = False) -> dict[str, Any]:
     import torch
 
     import portattn
+    from portattn.launch.torch_compat import synchronize
     from portattn.tools.bench.contenders import arguments, ours, plan_of
     from portattn.tools.bench.tensors import Tensors
 
@@ -87,8 +88,7 @@ def time_calls(case: Case, device: str, warm: bool = False) -> dict[str, Any]:
     def once() -> float:
         begun = time.perf_counter()
         out = run()
-        if out.is_cuda:
-            torch.cuda.synchronize()
+        synchronize(out.device)
         return time.perf_counter() - begun
 
     warmup_s = None
@@ -100,10 +100,10 @@ def time_calls(case: Case, device: str, warm: bool = False) -> dict[str, Any]:
 
 
 def main(name: str, *warm: str) -> None:
-    import torch
+    from portattn.launch.torch_compat import timed_device
 
     case = next(case for case in CASES if case.name == name)
-    print(json.dumps(time_calls(case, "cuda" if torch.cuda.is_available() else "cpu", bool(warm))))
+    print(json.dumps(time_calls(case, str(timed_device() or "cpu"), bool(warm))))
 
 
 if __name__ == "__main__":

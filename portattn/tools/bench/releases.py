@@ -21,6 +21,7 @@ import torch
 from packaging.version import Version
 
 from portattn.errors import ArgumentError, PortattnError
+from portattn.launch.torch_compat import synchronize, timed_device
 from portattn.schema.compilers import TRITON
 from portattn.schema.toolchain import Toolchain, installed_toolchain
 from portattn.tools import lab
@@ -117,8 +118,7 @@ class Session:
             for name, build in own_builds(case, t, backend, core).items():
                 try:
                     build().run()
-                    if self.device.type == "cuda":
-                        torch.cuda.synchronize(self.device)
+                    synchronize(self.device)
                 except FAILURES as failure:
                     failed = f"{name}: {reason(failure)}"
         except FAILURES as failure:  # torch's errors of a device, out of memory among them, are RuntimeErrors
@@ -138,7 +138,8 @@ _session: list[Session] = []
 
 def answer(request: Mapping[str, Any], enter: Callable[[str], None]) -> dict[str, Any]:
     if not _session:
-        _session.append(Session(torch.device("cuda", torch.cuda.current_device()), DeviceClock()))
+        device = timed_device() or torch.device("cpu")
+        _session.append(Session(device, DeviceClock(device.type)))
     return answer_request(_session[0], request, enter)
 
 
@@ -352,8 +353,8 @@ class TurnsClock(DeviceClock):
     def host_us(self, run: Any, expected_ms: float = 0.0) -> Spread:
         return self._measure("host_us", Spread, run, expected_ms=expected_ms)
 
-    def peak_extra_bytes(self, run: Any) -> int:
-        return self._measure("peak_extra_bytes", int, run)
+    def peak_extra_bytes(self, run: Any) -> int | None:
+        return self._measure("peak_extra_bytes", int | None, run)  # type: ignore[arg-type]  # a UnionType
 
     def graphed(self, contender: Contender) -> Any:
         run = contender.run

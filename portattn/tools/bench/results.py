@@ -22,6 +22,7 @@ import torch
 import portattn
 from portattn.errors import ArgumentError, DataError
 from portattn.files import write_whole
+from portattn.launch.torch_compat import chip_name, timed_device
 from portattn.planning.core_path import kernel_source_digest
 from portattn.planning.registry import this_target
 from portattn.schema.toolchain import installed_toolchain
@@ -36,6 +37,7 @@ from portattn.tools.bench.rounds import Ceilings, Spread, ratio
 from portattn.tools.run_log import UNREADABLE, RunLog, encode_record, lines
 
 SCHEMA = 3
+PROPERTIES = {"multi_processors": "multi_processor_count", "memory_bytes": "total_memory", "l2_bytes": "L2_cache_size"}
 T = TypeVar("T")
 
 
@@ -350,7 +352,7 @@ def provenance(device: str, program: str = "portattn") -> dict[str, str]:
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": command(sys.argv, program),
         "commit": source_commit_text(Path(portattn.__file__).parent),
-        "chip": torch.cuda.get_device_name() if device == "cuda" else "CPU",
+        "chip": "CPU" if device == "cpu" else chip_name(torch.device(device)),
         "torch": str(torch.__version__),
         "toolchain": str(installed_toolchain()),
         "python": platform.python_version(),
@@ -363,16 +365,17 @@ def this_run(
     commit: str = "",
 ) -> BenchRun:  # fmt: skip
     """Return the BenchRun of this process; an empty `commit` is replaced by git's."""
-    found = provenance("cuda")
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    where = timed_device() or torch.device("cpu")
+    found, module = provenance(where.type), getattr(torch, where.type)
+    properties = module.get_device_properties(where.index) if hasattr(module, "get_device_properties") else None
     state, driver = DeviceProbe().read()
     versions = {
         "python": found["python"], "torch": found["torch"], "cuda": str(torch.version.cuda or ""),
         "rocm": str(torch.version.hip or ""), "cudnn": str(torch.backends.cudnn.version() or ""), "driver": driver,
     } | {n: version(p.distribution) for n, p in PEERS.items() if p.distribution and peers.get(n) == "here"}  # fmt: skip
     device = {
-        "multi_processors": properties.multi_processor_count, "memory_bytes": properties.total_memory,
-        "l2_bytes": getattr(properties, "L2_cache_size", None), "host": f"{platform.system()} {platform.machine()}",
+        **{name: getattr(properties, field, None) for name, field in PROPERTIES.items()},
+        "host": f"{platform.system()} {platform.machine()}",
     }  # fmt: skip
     return BenchRun(
         date=found["date"], command=found["command"], commit=commit or found["commit"], portattn=portattn.__version__,

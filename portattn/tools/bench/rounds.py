@@ -1,4 +1,4 @@
-"""The clock of a CUDA or ROCm device (events, graphs; host time to enqueue), and contenders timed in turns.
+"""The clock of a device (events; on CUDA and ROCm graphs; host time to enqueue), and contenders timed in turns.
 
 A power-capped card is slower after a long call than after a rest: only times of one round compare."""
 
@@ -58,8 +58,10 @@ class Ceilings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeviceClock:
-    def __init__(self) -> None:
+    def __init__(self, device_type: str = "cuda") -> None:
+        self._type, self._module = device_type, getattr(torch, device_type)  # torch.cuda, torch.npu, …
         self._flush: torch.Tensor | None = None
+        self.has_graphs = hasattr(self._module, "CUDAGraph")
 
     def turn_ms(self, run: Run, timing: Timing, calls: int, expected_ms: float) -> float:
         """Return the device time of one call in milliseconds, averaged over `calls`."""
@@ -67,29 +69,29 @@ class DeviceClock:
             from triton.testing import do_bench
 
             return float(do_bench(run, warmup=5, rep=25, return_mode="median"))
-        torch.cuda.synchronize()
-        if expected_ms < HEAD_START_MS or timing == "cold":
-            torch.cuda._sleep(SLEEP_CYCLES * calls)
+        self._module.synchronize()
+        if (expected_ms < HEAD_START_MS or timing == "cold") and hasattr(self._module, "_sleep"):
+            self._module._sleep(SLEEP_CYCLES * calls)  # without it, a short call's time may be the host's
         if timing == "cold":
             return statistics.median(self._each_cold(run, calls))
-        begin, end = _event(), _event()
+        begin, end = self._event(), self._event()
         begin.record()
         for _ in range(calls):
             run()
         end.record()
-        torch.cuda.synchronize()
+        self._module.synchronize()
         return float(begin.elapsed_time(end)) / calls
 
     def _each_cold(self, run: Run, calls: int) -> list[float]:
         if self._flush is None:
-            self._flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
-        events = [(_event(), _event()) for _ in range(calls)]
+            self._flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=self._type)
+        events = [(self._event(), self._event()) for _ in range(calls)]
         for begin, end in events:
             self._flush.zero_()
             begin.record()
             run()
             end.record()
-        torch.cuda.synchronize()
+        self._module.synchronize()
         return [begin.elapsed_time(end) for begin, end in events]
 
     def host_us(self, run: Run, expected_ms: float = 0.0) -> Spread:
@@ -98,15 +100,20 @@ class DeviceClock:
         calls = max(FEW_HOST_CALLS, min(HOST_CALLS, round(HOST_MS / max(expected_ms, 1e-4))))
         while len(times) < calls:
             if len(times) % QUEUE == 0:
-                torch.cuda.synchronize()  # the queue stays short: a full one would make the host wait
+                self._module.synchronize()  # the queue stays short: a full one would make the host wait
             begun = time.perf_counter()
             run()
             times.append((time.perf_counter() - begun) * 1e6)
-        torch.cuda.synchronize()
+        self._module.synchronize()
         return Spread.of(times)
 
+    def _event(self) -> Any:
+        return self._module.Event(enable_timing=True)
+
     def graphed(self, contender: Contender) -> Run:
-        """Return a call that replays the contender's call from a graph."""
+        """Return a call that replays the contender's call from a graph. Raises RuntimeError where torch has none."""
+        if not self.has_graphs:
+            raise RuntimeError(f"not captured: torch.{self._type} has no CUDAGraph")
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with contender.around():
@@ -118,48 +125,46 @@ class DeviceClock:
                 contender.run()
         return graph.replay
 
-    def peak_extra_bytes(self, run: Run) -> int:
-        """Return the bytes that one call allocates at its peak beyond the memory allocated before it."""
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+    def peak_extra_bytes(self, run: Run) -> int | None:
+        """Return the bytes that one call allocates at its peak beyond the memory before it; None if nobody counts."""
+        if not hasattr(self._module, "reset_peak_memory_stats"):
+            return None
+        self._module.synchronize()
+        self._module.reset_peak_memory_stats()
+        before = self._module.memory_allocated()
         run()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
+        self._module.synchronize()
+        return int(self._module.max_memory_allocated() - before)
 
     def ceilings(self) -> Ceilings:
         """Measure the card's limits on a warm card: a rested one is faster than in any long run."""
         found = Ceilings(gemm_tflops=self._gemm_tflops(), copy_tbs=self._copy_tbs())
-        torch.cuda.empty_cache()
+        getattr(self._module, "empty_cache", lambda: None)()
         return found
 
     def _warm_ms(self, run: Run, warm_seconds: float, calls: int) -> float:
         stop = time.perf_counter() + warm_seconds
         while time.perf_counter() < stop:
             run()
-            torch.cuda.synchronize()
+            self._module.synchronize()
         return statistics.median(self.turn_ms(run, "hot", calls, 1.0) for _ in range(5))
 
     def _gemm_tflops(self, size: int = 8192) -> float:
-        a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        a, b = (torch.randn(size, size, device=self._type, dtype=torch.bfloat16) for _ in range(2))
         return 2 * size**3 / self._warm_ms(lambda: a @ b, 1.0, 20) / 1e9
 
     def _copy_tbs(self, elements: int = 2**30) -> float:
-        source = torch.empty(elements, dtype=torch.int32, device="cuda").random_()
+        source = torch.empty(elements, dtype=torch.int32, device=self._type).random_()
         target = torch.empty_like(source)
         return 2 * elements * source.itemsize / self._warm_ms(lambda: target.copy_(source), 0.2, 10) / 1e9
 
     def lost(self) -> str:
         """Return why the device takes no more work, or "": an error such as an illegal address is permanent."""
         try:
-            torch.cuda.synchronize()
+            self._module.synchronize()
         except RuntimeError as error:
             return str(error).strip().splitlines()[0]
         return ""
-
-
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)
 
 
 TURN_MS = {"hot": 12.0, "cold": 6.0}  # device time of a contender's turn, of which a call has its share

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import torch
 
+from portattn.launch.torch_compat import timed_device
 from portattn.tools.bench import firstcall, peers, results, rounds
 from portattn.tools.bench.cases import Case, Cell
 from portattn.tools.bench.contenders import CORE, MINE, OURS, Contender, explain_plans, own_builds
@@ -133,8 +134,9 @@ def time_contenders(
     return measured, probe
 
 
-def _extra_bytes(contender: Contender, clock: DeviceClock) -> int:
-    return max(clock.peak_extra_bytes(contender.run) - contender.result_bytes, 0)
+def _extra_bytes(contender: Contender, clock: DeviceClock) -> int | None:
+    peak = clock.peak_extra_bytes(contender.run)
+    return None if peak is None else max(peak - contender.result_bytes, 0)
 
 
 def _graphs(
@@ -166,7 +168,7 @@ def run_cells(
     processes: Mapping[str, ReleaseProcess] | None = None,
 ) -> int:  # fmt: skip
     """Measure cells as `each_cell` does; `done` gets items by release ("": this process), on DeviceLost too."""
-    where = device or torch.device("cuda", torch.cuda.current_device())
+    where = device or timed_device() or torch.device("cpu")
     several = processes or {}
 
     def measure(set_: str, case: Case) -> None:

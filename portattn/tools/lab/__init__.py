@@ -1,6 +1,6 @@
 """The toolchain lab: isolated environments in which the kernels are compiled by other versions of Triton."""
 
-from portattn.tools.lab.creating import create
+from portattn.tools.lab.creating import create, worker
 from portattn.tools.lab.folders import (
     Environment,
     LabError,
@@ -14,7 +14,6 @@ from portattn.tools.lab.folders import (
     states,
     toolchains,
 )
-from portattn.tools.lab.run_programs import worker
 
 __all__ = [
     "Environment", "LabError", "ToolchainState", "canonical", "create", "distributions", "environments", "find", "need",

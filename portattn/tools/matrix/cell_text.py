@@ -18,10 +18,9 @@ from portattn.planning.data_files import VerifiedRun
 from portattn.planning.registry import Registry
 from portattn.schema.problem import Problem
 from portattn.schema.target import Target
-from portattn.testing.findings import Numerics, figure
+from portattn.testing.findings import Numerics, broken_gates, figure
 from portattn.tools import lab
 from portattn.tools.matrix.cells import Cell, Run, cell_id, entry, has_chip, said_label
-from portattn.tools.matrix.variants import broken
 
 SHORT = 60  # characters of an unknown reason
 _PREFIX = "not compiled here: "
@@ -254,7 +253,7 @@ def _compiled(cell: Cell) -> EvidenceStep:
     if cell.plan is not None and entry(cell).tier in ("vendor", "reference"):
         said = f"not of the path {cell.plan.path}; the core kernel beside it: {functions}"
         return EvidenceStep("compiled", said=said)
-    wrong = [cell.reason] if failed else broken(cell.gates) or [str(lint) for lint in cell.lints if lint.red]
+    wrong = [cell.reason] if failed else broken_gates(cell.gates) or [str(lint) for lint in cell.lints if lint.red]
     said = f"{functions}; {'; '.join(wrong)}" if wrong else functions
     return EvidenceStep("compiled", "wrong" if wrong else "seen", cell.toolchain, said)
 

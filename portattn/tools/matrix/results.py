@@ -1,26 +1,37 @@
-"""Read, write and merge results.jsonl: a run and its cells, whole lines only; a snapshot of any run or baseline."""
+"""Read, write and merge results.jsonl: a run and its cells, whole lines only; a snapshot of any run or baseline.
+
+A baseline: the cells that a run must not lose, as sorted TOML to review: a line a cell."""
 
 from __future__ import annotations
 
 import datetime
+from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
+import tomlkit
 
 from portattn.errors import ArgumentError, DataError
 from portattn.files import write_named
+from portattn.schema import toml_reader
+from portattn.schema.ops import ROWS
+from portattn.schema.quirk import Level
 from portattn.tools import run_log
 from portattn.tools.display_text import plural
-from portattn.tools.matrix import baseline
 from portattn.tools.matrix.cells import (
     SCHEMA,
     WORSE,
     Cell,
     Identity,
+    Moment,
     Run,
     Snapshot,
+    SnapshotCell,
+    Status,
+    Tier,
+    columns,
     digests_of,
     entry,
     evidence,
@@ -308,8 +319,8 @@ def read_cells(path: Path) -> tuple[Run, list[Cell]]:
 
 def read_snapshot(path: Path) -> Snapshot:
     found = file_of(path)
-    if found.suffix == baseline.SUFFIX:
-        return baseline.read(found)
+    if found.suffix == BASELINE_SUFFIX:
+        return read_baseline(found)
     return snapshot(*read(found), shown=str(path))
 
 
@@ -325,3 +336,143 @@ def whole(path: Path, op: str, argument: str) -> Snapshot:
 def earlier(path: Path) -> list[Path]:
     """Return all result files of a path; a folder's earlier results have their dates in their names."""
     return [*sorted(path.glob(f"{Path(NAME).stem}-*.jsonl")), file_of(path)] if path.is_dir() else [path]
+
+
+BASELINE_SCHEMA = 1  # raised when a reader of the version before would misread it
+BASELINE_SUFFIX = ".toml"
+_HEAD = """\
+# A baseline of `portattn matrix`: what a run must not lose. Written by `portattn matrix baseline`; review its changes.
+"""
+_APART = " with "  # between target and toolchain in a table's name
+
+
+class _BaselineCell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A cell's line: a SnapshotCell without long fields and without the fields of its table and key."""
+
+    op: str
+    status: Status = "PASS"
+    level: Level
+    label: str = ""
+    tier: Tier = "core"
+    path: str
+    quirks: tuple[str, ...] = ()
+    rejected: tuple[str, ...] = ()
+    worse: dict[str, int] = {}
+    speed: dict[str, int] = {}
+    tile: str = ""
+    looked: bool = True
+    numbers: str = "pass"
+    origin: str = ""
+
+
+class _BaselineFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    schema: int
+    set: str
+    date: Moment
+    cells: int
+    identities: dict[str, Identity] = {}
+    problems: dict[str, str] = {}
+    origins: dict[str, str] = {}
+    columns: dict[str, dict[str, dict[str, Any]]] = {}
+
+
+def write_baseline(made: Snapshot) -> str:
+    lines = [_HEAD, f"schema = {BASELINE_SCHEMA}", f"set = {_value(made.set)}", f"date = {made.date.isoformat()}"]
+    lines.append(f"cells = {len(made.entries)}")
+    for identity in _identities(made):
+        said = {name: value for name, value in msgspec.to_builtins(identity).items() if value not in ("", {}, 0.0)}
+        table = f"identities.{_value(identity.id)}"
+        lines += ["", f"[{table}]", *_pairs({k: v for k, v in said.items() if not isinstance(v, dict)})]
+        for name, value in said.items():
+            if isinstance(value, dict):
+                lines += ["", f"[{table}.{name}]", *_pairs(value)]
+    lines += ["", "[problems]", *_pairs(dict(sorted(made.problems.items())))]
+    named = {f"{target}{_APART}{toolchain}": entries for (target, toolchain), entries in columns(made.entries).items()}
+    origins = {name: Counter(entry.origin for entry in entries).most_common(1)[0][0] for name, entries in named.items()}
+    lines += ["", "[origins]", *_pairs(dict(sorted(origins.items())))]
+    for name, entries in sorted(named.items()):
+        lines += ["", f"[columns.{_value(name)}]"]
+        lines += _pairs({entry.name: _cell(entry, origins[name]) for entry in sorted(entries, key=lambda e: e.name)})
+    return "\n".join(lines) + "\n"
+
+
+def read_baseline(path: Path) -> Snapshot:
+    """Read a baseline. Raises DataError (file, line) on any departure from its schema, such as a merge conflict."""
+    data, text = run_log.read_toml(path)
+    version = data.get("schema")
+    if version != BASELINE_SCHEMA:
+        found = f"schema version {version}" if isinstance(version, int) else "no baseline: it has no `schema`"
+        where = toml_reader.line_of(text, "schema")
+        raise DataError(path, where, f"{found}; this portattn reads version {BASELINE_SCHEMA}")
+    file = toml_reader.convert(data, _BaselineFile, path, text)
+    entries = [
+        entry
+        for name, cells in file.columns.items()
+        for entry in _entries(path, text, name, cells, file.origins.get(name, ""))
+    ]
+    if len(entries) != file.cells:
+        where = toml_reader.line_of(text, "cells")
+        raise DataError(path, where, f"has {len(entries)} cells, and says {file.cells}: write it anew, or count again")
+    return Snapshot(
+        shown=str(path),
+        set=file.set,
+        date=file.date,
+        problems=file.problems,
+        identities=file.identities,
+        entries=tuple(entries),
+    )
+
+
+def _identities(made: Snapshot) -> Iterable[Identity]:
+    used: dict[str, set[str]] = {}
+    for seen in made.entries:
+        used.setdefault(seen.origin, set()).add(seen.target.partition(":")[0])
+    for name in sorted(used.keys() & made.identities.keys()):
+        identity = made.identities[name]
+        needed = {key for backend in used[name] for key in digests_of(identity, backend)}
+        kept = {key: value for key, value in identity.digests.items() if key in needed}
+        yield msgspec.structs.replace(identity, digests=kept)
+
+
+def _entries(path: Path, text: str, column: str, cells: Mapping[str, Any], origin: str) -> Iterable[SnapshotCell]:
+    target, apart, toolchain = column.partition(_APART)
+    if not apart:
+        raise DataError(path, _line(text, column), f"key {column!r}: is not `target{_APART}toolchain`")
+    for name, fields in cells.items():
+        try:
+            cell = toml_reader.convert(fields, _BaselineCell, path, text, name)
+        except DataError as error:
+            raise DataError(path, _line(text, column, name), error.problem) from None
+        if cell.op not in ROWS:
+            raise DataError(path, _line(text, column, name), f"key {name!r}: no operation is called {cell.op!r}")
+        values = msgspec.structs.asdict(cell) | {"origin": cell.origin or origin}
+        yield SnapshotCell(name=name, target=target, toolchain=toolchain, **values)
+
+
+def _line(text: str, column: str, name: str = "") -> int | None:
+    """Return the line of a column's table, or of a cell in it, as `write` writes them; None if it was rewritten."""
+    lines = text.splitlines()
+    table = f"[columns.{_value(column)}]"
+    if table not in lines:
+        return None
+    begin = lines.index(table)
+    cells = (number for number in range(begin, len(lines)) if lines[number].startswith(f"{_value(name)} ="))
+    return 1 + (next(cells, begin) if name else begin)
+
+
+def _cell(seen: SnapshotCell, origin: str) -> dict[str, Any]:
+    fields = {name: getattr(seen, name) for name in _BaselineCell.__struct_fields__}
+    if seen.origin == origin:
+        fields["origin"] = ""
+    found: dict[str, Any] = msgspec.to_builtins(_BaselineCell(**fields))
+    return found
+
+
+def _pairs(values: Mapping[str, Any]) -> list[str]:
+    return [f"{tomlkit.key(name).as_string()} = {_value(value)}" for name, value in values.items()]
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"{{ {', '.join(_pairs(value))} }}" if value else "{}"
+    return tomlkit.item(value).as_string()

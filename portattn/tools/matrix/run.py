@@ -29,7 +29,6 @@ from portattn.testing.executor import COMPARE, Executor, Interpreter, executors,
 from portattn.testing.findings import KernelFacts, Lint, Numerics, numerics
 from portattn.tools.lab import LabError
 from portattn.tools.lab import worker as lab_worker
-from portattn.tools.matrix import variants
 from portattn.tools.matrix.cells import RED, Cell, Footnote, PlanSummary, footnote
 from portattn.tools.matrix.select import CellSpec
 from portattn.worker.client import Reply, Worker
@@ -249,14 +248,15 @@ class _Maker(NamedTuple):
 
     def compile_variant(self, variant: Variant) -> dict[str, Any]:
         try:
-            kernels, failed, function = variants.compile_variant(
+            kernels, failed, function = findings.compile_variant(
                 variant, self.made, self.target, self.compiler(), self.options.seconds
             )
-        except (LabError, variants.LaunchDescriptionError) as error:
+        except (LabError, findings.LaunchDescriptionError) as error:
             return {"status": "NOT_RUN", "level": "declared", "reason": f"not compiled here: {error}"}
         if failed is not None:
             return _failure(failed, function) | {"level": "declared", "kernels": kernels}
-        return variants.fields(kernels, variants.check(variant, self.made.problem, self.target, kernels))
+        gates = findings.check_variant(variant, self.made.problem, self.target, kernels)
+        return findings.gate_fields(kernels, gates)
 
     def look_at_core(self, core: Plan) -> dict[str, Any]:
         own = self.checkers.executors[self.target.backend].values()
@@ -303,7 +303,7 @@ class _Maker(NamedTuple):
             lints += fired
         kernels = tuple(found)
         if reader is None:
-            return variants.fields(kernels, findings.check_gates(core, target, kernels, self.registry))
+            return findings.gate_fields(kernels, findings.check_gates(core, target, kernels, self.registry))
         explained = findings.explain_lints(lints, core, target, self.registry)
         red = "; ".join(str(lint) for lint in explained if lint.red)
         seen = {"kernels": kernels, "lints": explained}

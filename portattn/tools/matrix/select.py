@@ -71,7 +71,10 @@ def targets(
     Without globs: all, or in the quick set one of arches tuned alike. Default toolchain: `other`, the backend's own,
     or the installed one."""
     registry = Registry.load()
-    names = [t.name for t in registry.targets(Toolchain.none())] + ["cpu:generic"]
+    names = [t.name for t in registry.targets(Toolchain.none())]
+    for owner, backend in registry.backends.items():  # of others the library and the reference are planned
+        if backend.core_path != "triton":
+            names += [f"{owner}:{name}" for name, arch in registry.arches[owner].items() if not arch.refused]
     for glob in globs:
         if not any(_matches(registry, name, glob) for name in names):
             every = (

@@ -72,6 +72,7 @@ def entry(facts: Facts, quirk_id: str, title: str, probe: str, program: str) -> 
         "draft_entry.jinja", facts=facts, failure=failure, mark=MARK, id=quirk_id, title=title, probe=probe,
         program=program, told_arch=_told(facts, "arch"), told_function=_told(facts, "function"), known_stages=STAGES,
         compiler=tuple(facts.compiler.split("==")), known=", ".join(kernel.name for kernel in CORES.values()),
+        usual=Registry.load().backends[facts.backend].compiler,
         conditions=_conditions(what, facts) if what else [],
         stages=max(_launch(what, facts).num_stages - 1, 1) if what else 0,
         quote=quote if re.search(failure.signature, quote) else "",
@@ -94,7 +95,7 @@ def _list(values: Iterable[str]) -> str:
 
 
 def _beside(line: str, comment: str) -> str:
-    return f"{line:<{_COLUMN}}# {comment}" if comment else line
+    return f"{line:<{_COLUMN - 1}} # {comment}" if comment else line
 
 
 def _told(facts: Facts, name: str) -> str:

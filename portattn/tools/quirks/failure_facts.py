@@ -255,6 +255,16 @@ def _of_failure(
         where = f"; recognised on line {failure.line}: {failure.cause[:80]}"
         limit = f"{which}, or --backend ({', '.join(registry.backends)}){where}"
         raise ArgumentError(OP, "--from-log", origin, limit)
+    owner = registry.backends.get(chosen)
+    if owner is not None and not owner.core_path:
+        limit = f"must be a backend that runs kernels of portattn's: {chosen} runs its library alone"
+        raise ArgumentError(OP, "--backend", chosen, limit)
+    compiler = named["toolchain"] or around.compiler
+    if owner is not None and owner.compilers and compiler.partition("==")[0] not in owner.compilers:
+        if named["toolchain"]:
+            limit = f"must be a version of {' or '.join(owner.compilers)}, which compile for {chosen}"
+            raise ArgumentError(OP, "--toolchain", compiler, limit)
+        compiler = ""
     # What the log says of another backend than the one that was named says nothing about this one.
     same = around.backend is not None and around.backend.value == chosen
     arch = named["arch"] or (around.arch.value if around.arch and same else "")
@@ -268,7 +278,7 @@ def _of_failure(
     return Facts(
         failure=failure, origin=origin, date=datetime.date.today(), log=found.text, backend=chosen, at=found.at,
         streams=found.streams, times=found.times, cut=found.cut, arches=(arch,) if arch else (),
-        chip=around.chip if same else "", compiler=named["toolchain"] or around.compiler,
+        chip=around.chip if same else "", compiler=compiler,
         components=components | named["components"], function=named["function"] or function,
         kernels=named["kernels"] or around.kernels,
         told={name: value.words for name, value in told.items() if value is not None},

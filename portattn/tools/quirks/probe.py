@@ -21,7 +21,7 @@ from portattn.schema.quirk import Quirk
 from portattn.schema.target import Target
 from portattn.schema.toolchain import installed_beside, installed_toolchain, is_installed
 from portattn.tools import lab
-from portattn.tools.lab.run_programs import OpenWorker, run_in_threads
+from portattn.tools.lab.creating import OpenWorker, run_in_threads
 from portattn.tools.quirks import probe_plans
 from portattn.tools.quirks.examples import arches_of
 from portattn.tools.quirks.probe_results import (

@@ -33,7 +33,6 @@ from portattn.schema.tuning import Entry
 from portattn.testing import findings
 from portattn.testing.executor import Executor, executors
 from portattn.testing.findings import KernelFacts
-from portattn.tools.matrix import variants
 from portattn.tools.problem_options import CausalCommand, problem_from, problem_options
 from portattn.tools.quirks import examples
 from portattn.tools.quirks.probe_results import BUG_FOUND, MISSING, PASSED, Arm, ArmName, Outcome, arm_of_reply, matches
@@ -165,12 +164,12 @@ def _of_variant(
         path=variant.name,
     )  # fmt: skip
     try:
-        kernels, failed, _ = variants.compile_variant(variant, made, target, worker, seconds)
-    except variants.LaunchDescriptionError as error:
+        kernels, failed, _ = findings.compile_variant(variant, made, target, worker, seconds)
+    except findings.LaunchDescriptionError as error:
         return Arm(outcome="fail", kind=MISSING, stage="plan", text=f"{MISSING}: {error}")
     if failed is not None:
         return arm_of_reply(failed, quirk)
-    broken = variants.broken(variants.check(variant, stated.problem, target, kernels))
+    broken = findings.broken_gates(findings.check_variant(variant, stated.problem, target, kernels))
     return _gates(quirk, broken) if broken else PASSED
 
 

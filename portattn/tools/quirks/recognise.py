@@ -272,13 +272,14 @@ class LoggedEnvironment(msgspec.Struct, frozen=True, kw_only=True):
 
 def environment_in(text: str, family: str, registry: Registry) -> LoggedEnvironment:
     """Read the environment in a log; `family` is the failure's, `registry` has the known chips."""
-    owner = _backend(text, family, registry)
+    versions = {name: one for name, found in _versions().items() if (one := _version(text, found)) is not None}
+    owner = _backend(text, family, registry, versions)
     backend, arch, chip = _chip(text, registry, owner)
     match = next(_found(text, patterns().functions), None)
     name = match["name"] if match else ""
     return LoggedEnvironment(
         backend=backend or owner, arch=arch, chip=chip,
-        versions={name: one for name, found in _versions().items() if (one := _version(text, found)) is not None},
+        versions=versions,
         function=LogValue(name, " ".join(match.group().split())) if match else None,
         kernels=tuple(kernel.name for kernel in CORES.values() if name in kernel.functions),
     )  # fmt: skip
@@ -356,14 +357,17 @@ def _spelled(kind: str, chip: str, arches: _Arches) -> str:
     return chip.lower()
 
 
-def _backend(text: str, family: str, registry: Registry) -> LogValue | None:
+def _backend(text: str, family: str, registry: Registry, versions: Mapping[str, LogValue]) -> LogValue | None:
     slashed = text.replace("\\", "/")  # a compiler's folder on Windows
     for name, backend in registry.backends.items():
         for words in (*backend.compiler_folders, *backend.compiler_says):
             if words in text or words in slashed:
                 return LogValue(name, words)
     owners = [name for name, backend in registry.backends.items() if family in backend.compiler_words]
-    return LogValue(owners[0], family) if owners else None
+    if owners:
+        return LogValue(owners[0], family)
+    usual = [(name, b.compiler) for name, b in registry.backends.items() if b.compilers and b.compiler in versions]
+    return LogValue(usual[0][0], versions[usual[0][1]].words) if len(usual) == 1 else None
 
 
 def _versions() -> dict[str, tuple[str, ...]]:

@@ -31,7 +31,7 @@ class SampleClock(Protocol):
 
 
 class DeviceSampleClock:
-    """The benchmarks' clock; short calls are replayed from a graph, as a plan's launch takes the host longer."""
+    """The benchmarks' clock; short calls are replayed from a graph, if any: a plan's launch takes the host longer."""
 
     PROBE_MS, THOROUGH_MS = 3.0, 8.0  # device time of a turn
     PROBE_TURNS, THOROUGH_TURNS = 2, 3
@@ -39,13 +39,13 @@ class DeviceSampleClock:
     SHORT_MS = 2.0
     MOST_GRAPHS = 2 * FINALISTS  # kept: each holds the memory that its launches want
 
-    def __init__(self) -> None:
-        self._clock = rounds.DeviceClock()
+    def __init__(self, device_type: str = "cuda") -> None:
+        self._clock = rounds.DeviceClock(device_type)
         self._graphs: dict[int, tuple[Run, Run]] = {}  # by id of the replayed call, which is kept alive
 
     def samples(self, run: Run, timing: Timing, thorough: bool) -> list[float]:
         guess = self._clock.turn_ms(run, timing, 1, 0.0)
-        if guess < self.SHORT_MS:
+        if guess < self.SHORT_MS and self._clock.has_graphs:
             run = self._replayed(run)
             guess = self._clock.turn_ms(run, timing, 1, 0.0)
         turn, turns = (self.THOROUGH_MS, self.THOROUGH_TURNS) if thorough else (self.PROBE_MS, self.PROBE_TURNS)

@@ -20,6 +20,7 @@ from tomlkit.items import AoT, Table
 import portattn
 from portattn.errors import DataError
 from portattn.files import write_whole
+from portattn.launch.torch_compat import chip_name, timed_device
 from portattn.planning.core_path import kernel_source_digest
 from portattn.planning.data_files import load_tuning
 from portattn.planning.kernel_specs import KERNEL_NAMES
@@ -328,7 +329,8 @@ def origin(
     only: Only = MappingProxyType({}), by_bound: bool = False,
 ) -> Origin:  # fmt: skip
     """Return the Origin of a run that begins now; `measured`: on this device; an empty `commit` is git's."""
-    chip = torch.cuda.get_device_name() if measured else f"{target.arch.title}, not present"
+    device = timed_device() if measured else None
+    chip = f"{target.arch.title}, not present" if device is None else chip_name(device)
     # A device's own target knows its driver, and a named one its assembler: here both are wanted.
     known = Registry.load().backends[target.backend].components(target.arch, target.toolchain)
     components = known | dict(target.toolchain.components)

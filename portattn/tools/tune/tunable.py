@@ -21,7 +21,7 @@ from portattn.schema.tuning import SPLIT_THRESHOLD
 from portattn.testing.bound import LowerBound
 from portattn.testing.findings import Facts, programs_a_core
 from portattn.tools import lab
-from portattn.tools.lab.run_programs import OpenWorker, run_in_threads
+from portattn.tools.lab.creating import OpenWorker, run_in_threads
 from portattn.worker.client import Worker
 
 Setting = bool | int | str | None

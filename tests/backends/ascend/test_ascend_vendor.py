@@ -1,28 +1,44 @@
-"""torch_npu's attention functions as vendor paths, against a stand-in that checks every argument."""
+"""torch_npu's attention functions as vendor paths, over kernels of their documented semantics and limits."""
 
-import inspect
-import math
 import sys
+import types
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-from oracle64 import DTYPES, LOSSES, assert_close, gradients, oracle, random_call
-from recorded_torch_npu import RecordedTorchNpu
+from vendor_cases import (
+    CASES,
+    DENSE,
+    FUSION,
+    INFER,
+    LOSSES,
+    PAGED,
+    TOLERANCE,
+    case,
+    error,
+    exact_gradients,
+    loss_of,
+    trained,
+)
+from vendor_kernels import SCHEMAS, VendorKernels
 
 from portattn import attention
 from portattn.api import dispatch
-from portattn.backends.ascend import NpuFusedInferAttentionScore, NpuFusionAttention, compressed_causal_mask
+from portattn.backends.ascend.vendor import compressed_causal_mask
+from portattn.errors import ArgumentError
 from portattn.planning.planner import plan
 from portattn.planning.registry import parse_target
 from portattn.schema.problem import Problem
+from portattn.testing.oracle import oracle
+from portattn.testing.random_calls import random_call
 
-FUSION, INFER = NpuFusionAttention(), NpuFusedInferAttentionScore()
 B2 = parse_target("ascend:ascend910b2", toolchain="triton-ascend==3.2.0")
 A3 = parse_target("ascend:ascend910_93", toolchain="triton-ascend==3.2.0")
 P310 = parse_target("ascend:ascend310p", toolchain="triton-ascend==3.2.0")
 BASE = Problem(batch=2, heads_q=4, heads_k=4, seq_q=5, seq_k=7, head_dim=16)
+TRAINED = [name for name, (_, fields) in CASES.items() if "needs_grad" in fields]
+FEW_ROWS = 1e-4  # of a float32 gradient, added up over a sequence's rows
 
 
 def problem(**changes: Any) -> Problem:
@@ -30,94 +46,77 @@ def problem(**changes: Any) -> Problem:
 
 
 @pytest.fixture
-def npu(monkeypatch: pytest.MonkeyPatch) -> RecordedTorchNpu:
-    stand_in = RecordedTorchNpu()
-    monkeypatch.setitem(sys.modules, "torch_npu", stand_in)
-    return stand_in
+def npu(monkeypatch: pytest.MonkeyPatch) -> VendorKernels:
+    kernels = VendorKernels()
+    monkeypatch.setitem(sys.modules, "torch_npu", kernels)
+    register(monkeypatch, SCHEMAS)
+    return kernels
 
 
-def test_the_stand_in_has_the_published_signatures() -> None:
-    fusion = inspect.signature(RecordedTorchNpu.npu_fusion_attention).parameters
-    assert list(fusion)[1:6] == ["query", "key", "value", "head_num", "input_layout"]
-    assert fusion["scale"].default == fusion["keep_prob"].default == 1.0
-    infer = inspect.signature(RecordedTorchNpu.npu_fused_infer_attention_score).parameters
-    keyword_only = [n for n, p in infer.items() if p.kind is inspect.Parameter.KEYWORD_ONLY]
-    assert list(infer)[1:4] == ["query", "key", "value"]
-    assert keyword_only == list(infer)[4:]
-    assert infer["input_layout"].default == "BSH"
+def register(monkeypatch: pytest.MonkeyPatch, schemas: dict[str, Any]) -> None:
+    """Let torch.ops.npu have these schemas alone."""
+    operators = {
+        name.removeprefix("npu::"): types.SimpleNamespace(default=types.SimpleNamespace(_schema=schema))
+        for name, schema in schemas.items()
+    }
+    monkeypatch.setattr(torch.ops, "npu", types.SimpleNamespace(**operators), raising=False)
 
 
-# Training and dense attention
+# Results and gradients of every feature
 
 
-@pytest.mark.parametrize("causal", ["none", "top_left", "bottom_right"])
-@pytest.mark.parametrize("sizes", [(5, 5), (3, 7), (1, 9), (33, 65)])
-@pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
-@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
-def test_fusion_attention(causal, sizes, heads, dtype, npu):
-    layout = "bshd" if heads[0] == 6 else "bhsd"
-    p = problem(causal=causal, seq_q=sizes[0], seq_k=sizes[1], heads_q=heads[0], heads_k=heads[1], dtype=dtype)
-    p = msgspec.structs.replace(p, return_lse=True, layout=layout)
-    assert FUSION.rejects(p, B2) is None
-    call = random_call(p)
-    out, lse = FUSION.run(call)
-    expected, expected_lse = oracle(call)
-    assert out.dtype == call.q.dtype
-    assert_close(out, expected, call)
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("name", CASES)
+def test_results(name: str, seed: int, npu: VendorKernels) -> None:
+    path, call = case(name, seed)
+    assert path.rejects(call.problem, A3) is None
+    out, lse = path.run(call)
+    exact, exact_lse = oracle(call)
+    assert out.dtype == call.dtype
     assert lse.dtype == torch.float32
-    assert lse.shape == (p.batch, p.heads_q, p.seq_q)
-    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-5)
-    assert [name for name, _ in npu.calls] == ["npu_fusion_attention"]
-
-
-def test_fusion_attention_gives_no_lse_unasked(npu: RecordedTorchNpu) -> None:
-    assert FUSION.run(random_call(problem()))[1] is None
+    assert error(out, exact) <= TOLERANCE[call.problem.dtype]
+    assert error(lse, exact_lse) <= TOLERANCE["fp32"]
+    assert len(npu.calls) == 1
+    call.problem = msgspec.structs.replace(call.problem, return_lse=False, needs_grad=False)
+    again, none = path.run(call)
+    assert none is None
+    assert torch.equal(again, out)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("causal", ["none", "top_left", "bottom_right"])
-@pytest.mark.parametrize(("heads_k", "scale", "dtype"), [(4, None, "fp32"), (2, -0.3, "fp32"), (1, 0.5, "bf16")])
-def test_fusion_attention_is_differentiable(loss, causal, heads_k, scale, dtype, npu):
-    p = problem(causal=causal, dtype=dtype, needs_grad=True, return_lse=True, heads_k=heads_k, layout="bshd")
-    assert FUSION.rejects(p, B2) is None
-    call = random_call(p, scale=scale)
-    LOSSES[loss](*FUSION.run(call)).backward()
-    exact, plain = gradients(call, loss), gradients(call, loss, DTYPES[dtype])
-    tiny = {"fp32": 1e-5, "bf16": 1e-2}[dtype]
-    for name, reference, rounded in zip("qkv", exact, plain, strict=True):
-        found = getattr(call, name).grad
-        if loss == "lse" and name == "v":
-            assert found is None
-            continue
-        budget = 2 * float((rounded.double() - reference).abs().max()) + tiny
-        assert float((found.double() - reference).abs().max()) <= budget, name
+@pytest.mark.parametrize("name", TRAINED)
+def test_gradients(name: str, loss: str, npu: VendorKernels) -> None:
+    path, call = case(name, 1)
+    found = torch.autograd.grad(loss_of(loss, *path.run(call)), [*trained(call).values()], allow_unused=True)
+    for (tensor, exact), gradient in zip(exact_gradients(call, loss).items(), found, strict=True):
+        assert error(torch.zeros_like(exact) if gradient is None else gradient, exact) <= FEW_ROWS, tensor
     # The LSE's gradient is computed where a loss depends on the LSE alone.
     assert len(npu.calls) == (1 if loss == "out" else 2)
 
 
-@pytest.mark.parametrize("tensor", ["q", "k", "v"])
-def test_the_lse_has_the_gradient_of_one_tensor_alone(tensor: str, npu: RecordedTorchNpu) -> None:
-    call = random_call(problem(dtype="fp32", needs_grad=True, return_lse=True))
-    exact = gradients(call, "out and lse")["qkv".index(tensor)]
-    for name in "qkv":
-        getattr(call, name).requires_grad_(name == tensor)
-    LOSSES["out and lse"](*FUSION.run(call)).backward()
-    torch.testing.assert_close(getattr(call, tensor).grad.double(), exact, rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("tensor", ["q", "k", "v", "sinks"])
+def test_the_lse_has_the_gradient_of_one_tensor_alone(tensor: str, npu: VendorKernels) -> None:
+    path, call = case("sinks, packed", 0)
+    exact = exact_gradients(call, "out and lse")[tensor]
+    for name, leaf in trained(call).items():
+        leaf.requires_grad_(name == tensor)
+    loss_of("out and lse", *path.run(call)).backward()
+    assert error(getattr(call, tensor).grad, exact) <= FEW_ROWS
 
 
 @pytest.mark.parametrize("transform", ["backward", "func.grad", "autocast"])
 @pytest.mark.filterwarnings("ignore::portattn.errors.FallbackWarning")
-def test_gradients_of_a_public_call(transform: str, npu: RecordedTorchNpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_of_a_public_call(transform: str, npu: VendorKernels, monkeypatch: pytest.MonkeyPatch) -> None:
     without_compiler = parse_target("ascend:ascend910b2", toolchain="none")
     monkeypatch.setattr(dispatch, "detect_target", lambda device_type, index: (without_compiler, ""))
-    call = random_call(problem(dtype="fp32", causal="bottom_right", needs_grad=True, heads_k=2))
-    tensors = call.q, call.k, call.v
+    _, call = case("sinks", 0)
+    tensors = tuple(trained(call).values())
 
-    def loss(*given: torch.Tensor) -> torch.Tensor:
-        return LOSSES["out and lse"](*attention(*given, causal=True, return_lse=True, backend="vendor"))
+    def loss(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+        return loss_of("out and lse", *attention(q, k, v, sinks=sinks, return_lse=True, backend="vendor"))
 
     if transform == "func.grad":
-        found = torch.func.grad(loss, argnums=(0, 1, 2))(*(tensor.detach() for tensor in tensors))
+        found = torch.func.grad(loss, argnums=(0, 1, 2, 3))(*(tensor.detach() for tensor in tensors))
     elif transform == "autocast":
         made = loss(*tensors)
         with torch.autocast("cpu", torch.bfloat16):  # begun inside the block, and still in float32
@@ -125,8 +124,24 @@ def test_gradients_of_a_public_call(transform: str, npu: RecordedTorchNpu, monke
     else:
         found = torch.autograd.grad(loss(*tensors), tensors)
     assert npu.calls
-    for ours, exact in zip(found, gradients(call, "out and lse"), strict=True):
-        torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-5)
+    for ours, exact in zip(found, exact_gradients(call, "out and lse").values(), strict=True):
+        assert error(ours, exact) <= FEW_ROWS
+
+
+@pytest.mark.parametrize("causal", ["none", "top_left", "bottom_right"])
+@pytest.mark.parametrize("sizes", [(5, 5), (3, 7), (33, 65), (7, 3)])
+@pytest.mark.parametrize("scale", [0.5, -0.3])
+def test_dense_sizes(causal: str, sizes: tuple[int, int], scale: float, npu: VendorKernels) -> None:
+    """Rows that see no key are refused by the one function, and overwritten after the other."""
+    fields = DENSE | {"causal": causal, "seq_q": sizes[0], "seq_k": sizes[1]}
+    for path in (FUSION, INFER):
+        call = random_call(Problem(**fields), scale=scale)
+        if path is FUSION and causal == "bottom_right" and sizes == (7, 3):
+            assert path.rejects(call.problem, B2) is not None
+            continue
+        assert path.rejects(call.problem, B2) is None
+        out, lse = path.run(call)
+        assert max(error(out, oracle(call)[0]), error(lse, oracle(call)[1])) <= TOLERANCE["fp16"]
 
 
 def test_the_compressed_mask_is_made_once_and_is_no_inference_tensor() -> None:
@@ -139,70 +154,99 @@ def test_the_compressed_mask_is_made_once_and_is_no_inference_tensor() -> None:
     assert mask[7, 8]
 
 
-# Inference: decode, and right-padded sequences
+def test_packed_sequences_without_a_key_give_zeros_and_gradients_of_zero(npu: VendorKernels) -> None:
+    path, call = case("packed", 0)
+    call.cu_seqlens_k = torch.zeros_like(call.cu_seqlens_k)
+    out, lse = path.run(call)
+    assert not out.any()
+    assert lse.isneginf().all()
+    (grad_q,) = torch.autograd.grad(out.sum(), [call.q])
+    assert not grad_q.any()
+    assert not npu.calls
 
 
-@pytest.mark.parametrize("causal", ["none", "top_left", "bottom_right"])
-@pytest.mark.parametrize("sizes", [(5, 5), (3, 7), (1, 9), (33, 65), (7, 3)])
-@pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
-@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-def test_infer_dense(causal, sizes, heads, dtype, npu):
-    layout = "bshd" if heads[0] == 6 else "bhsd"
-    p = problem(causal=causal, seq_q=sizes[0], seq_k=sizes[1], heads_q=heads[0], heads_k=heads[1], dtype=dtype)
-    p = msgspec.structs.replace(p, return_lse=True, layout=layout)
-    if causal == "top_left" and sizes[0] == 1:
-        assert INFER.rejects(p, B2) is not None
-        return
-    assert INFER.rejects(p, B2) is None
-    check_infer(random_call(p))
-    assert [name for name, _ in npu.calls] == ["npu_fused_infer_attention_score"]
+# Arguments that a result does not show
 
 
-@pytest.mark.parametrize("seq_q", [1, 3])
-@pytest.mark.parametrize("causal", ["none", "bottom_right"])
-@pytest.mark.parametrize("seqlens_k", [[9, 4], [0, 7], [2, 1]])
-def test_decode(seq_q: int, causal: str, seqlens_k: list[int], npu: RecordedTorchNpu) -> None:
-    p = problem(op="decode_attention", seq_q=seq_q, seq_k=9, heads_k=1, causal=causal, seqlens_k=True, return_lse=True)
-    assert INFER.rejects(p, B2) is None
-    call = random_call(p, seqlens_k=seqlens_k)
-    for b, length in enumerate(seqlens_k):  # what lies behind a sequence's end is anything
-        call.k[b, :, max(length, 1) :] = math.nan
-        call.v[b, :, max(length, 1) :] = math.nan
-    check_infer(call, ignore_nan_behind=seqlens_k)
+def test_a_bias_of_the_queries_dtype_is_computed_in_it_and_alibi_in_float32(npu: VendorKernels) -> None:
+    for name, dtype in (("ALiBi", torch.float32), ("bias, ALiBi, sinks", torch.float32)):
+        path, call = case(name, 0)
+        path.run(call)
+        assert npu.calls[-1][1]["query"].dtype == npu.calls[-1][1]["pse"].dtype == dtype
+    path, call = case("bias", 0)
+    path.run(call)
+    assert npu.calls[-1][1]["query"].dtype == npu.calls[-1][1]["pse"].dtype == call.bias.dtype
+
+
+@pytest.mark.parametrize("name", ["decode", "pages, heads first", "pages, tokens first", "pages, int8", "inference"])
+def test_no_cache_is_copied(name: str, npu: VendorKernels) -> None:
+    path, call = case(name, 0)
+    path.run(call)
     given = npu.calls[0][1]
-    assert given["actual_seq_lengths_kv"] == [max(n, 1) for n in seqlens_k]
-    assert given["inner_precise"] == (2 if seq_q > 1 else 0)
+    assert [given["key"].data_ptr(), given["value"].data_ptr()] == [call.k.data_ptr(), call.v.data_ptr()]
 
 
-@pytest.mark.parametrize("causal", ["none", "top_left", "bottom_right"])
-@pytest.mark.parametrize(
-    ("seqlens_q", "seqlens_k"),
-    [([5, 2], [7, 3]), ([5, 5], [2, 0]), ([0, 4], [7, 7]), (None, [1, 7]), ([3, 1], None)],
-)
-def test_padded(causal: str, seqlens_q: list[int] | None, seqlens_k: list[int] | None, npu: RecordedTorchNpu) -> None:
-    p = problem(
-        causal=causal, seqlens_q=seqlens_q is not None, seqlens_k=seqlens_k is not None, return_lse=True, heads_k=2
-    )
-    assert INFER.rejects(p, A3) is None
-    check_infer(random_call(p, seqlens_q=seqlens_q, seqlens_k=seqlens_k))
+@pytest.mark.parametrize("strides", ["spare", "combined"])
+def test_pages_that_would_have_to_be_copied_are_refused(strides: str, npu: VendorKernels) -> None:
+    call = random_call(Problem(**PAGED), strides=strides)
+    with pytest.raises(ArgumentError, match=r"k_pages.stride\(\) is \(.*must be contiguous for npu_fused_infer"):
+        INFER.run(call)
 
 
-def test_lengths_beyond_the_cache_are_clamped(npu: RecordedTorchNpu) -> None:
-    p = problem(op="decode_attention", seq_q=1, seqlens_k=True)
-    INFER.run(random_call(p, seqlens_k=[1000, -3]))
+def test_a_cache_of_more_numbers_than_int32_counts_is_refused(npu: VendorKernels, monkeypatch: Any) -> None:
+    _, call = case("pages, heads first", 0)
+    monkeypatch.setattr(type(INFER), "MAX_CACHE", call.k.numel() - 1)
+    with pytest.raises(ArgumentError, match=r"k_pages.numel\(\) is .* must be at most"):
+        INFER.run(call)
+
+
+def test_lengths_beyond_the_cache_are_clamped(npu: VendorKernels) -> None:
+    call = random_call(Problem(**DENSE | {"op": "decode_attention", "seq_q": 1, "seqlens_k": True}))
+    call.seqlens_k = torch.tensor([1000, -3], dtype=torch.int32)
+    INFER.run(call)
     assert npu.calls[0][1]["actual_seq_lengths_kv"] == [7, 1]
 
 
-def check_infer(call: Any, ignore_nan_behind: list[int] | None = None) -> None:
+def test_the_pages_of_an_empty_sequence_are_not_read(npu: VendorKernels) -> None:
+    _, call = case("pages, heads first", 0)
+    call.seqlens_k[1], call.page_table[1] = 0, -1
     out, lse = INFER.run(call)
-    if ignore_nan_behind is not None:
-        # The oracle in float64 multiplies whole matrices: give it numbers where the call has none.
-        call.k, call.v = call.k.nan_to_num(0.0), call.v.nan_to_num(0.0)
-    expected, expected_lse = oracle(call)
-    assert out.dtype == call.q.dtype
-    assert_close(out, expected, call)
-    assert lse.dtype == torch.float32
-    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-5)
+    assert not out[1].any()
+    assert lse[1].isneginf().all()
+
+
+# An older torch_npu
+
+
+OLDER = [
+    ("npu_fusion_attention", "sink", {"sinks": True}, "has no sink in npu_fusion_attention"),
+    ("npu_fusion_attention", "softmax_layout", {}, "the LSE of packed sequences"),
+    ("npu_fusion_attention_v2", "", {"bias": True}, "has no npu_fusion_attention_v2"),
+    ("npu_fused_infer_attention_score_v2", "", {}, "has no npu_fused_infer_attention_score_v2"),
+    ("npu_fused_infer_attention_score", "key_antiquant_scale", {}, "no key_antiquant_scale in"),
+]  # fmt: skip
+ASKED = {"softmax_layout": "packed", "npu_fused_infer_attention_score_v2": "inference, packed",
+         "key_antiquant_scale": "decode, int8"}  # fmt: skip
+
+
+@pytest.mark.parametrize(("function", "argument", "changes", "fragment"), OLDER)
+def test_a_feature_that_the_loaded_torch_npu_lacks(
+    function: str, argument: str, changes: dict[str, Any], fragment: str, npu: VendorKernels, monkeypatch: Any
+) -> None:
+    name = ASKED.get(argument or function)
+    path, asked = (CASES[name][0], Problem(**CASES[name][1])) if name else (FUSION, problem(**changes))
+    assert path.rejects(asked, B2) is None
+    older = dict(SCHEMAS)
+    whole = older.pop(f"npu::{function}")
+    if argument:
+        kept = [str(part) for part in str(whole).split(", ") if f" {argument}=" not in part]
+        older[f"npu::{function}"] = torch._C.parse_schema(", ".join(kept))
+    register(monkeypatch, older)
+    rejection = path.rejects(asked, B2)
+    assert fragment in rejection.reason
+    assert "torch_npu 2.13.0" in rejection.reason
+    monkeypatch.delitem(sys.modules, "torch_npu")
+    assert path.rejects(asked, B2) is None, "a plan without the machine is for the newest documented version"
 
 
 # Refusals
@@ -212,36 +256,61 @@ BOTH = [
     ({"leftpad_k": True}, ["leftpad_k given"]),
     ({"leftpad_q": True, "leftpad_k": True}, ["leftpad_q, leftpad_k given"]), ({"seq_k": 0}, ["seq_k is 0"]),
     ({"seq_q": 0, "batch": 0}, ["batch, seq_q is 0"]),
-    ({"head_dim": 64, "head_dim_v": 32}, ["head_dim_v is 32", "head_dim 64"]),
     ({"heads_q": 512, "heads_k": 512}, ["heads_q is 512", "up to 256"]),
-    ({"op": "varlen_attention", "total_q": 9, "total_k": 9}, ["op is varlen_attention"]),
-    ({"op": "paged_attention", "page_size": 16}, ["op is paged_attention"]),
     ({"op": "sparse_attention", "seq_q": 1, "tokens": 4}, ["op is sparse_attention"]),
     ({"op": "mla_attention", "heads_k": 1, "page_size": 16}, ["op is mla_attention"]),
-    ({"window_left": 3}, ["window (3, -1) asked for", "called without"]),
-    ({"softcap": True, "sinks": True}, ["softcap, sinks asked for"]),
-    ({"alibi_slopes": True}, ["alibi_slopes asked for"]), ({"bias": True, "mask": True}, ["bias, mask asked for"]),
+    ({"softcap": True, "mask": True}, ["softcap, mask asked for", "called without"]),
+    ({"window_left": 3, "causal": "top_left"}, ["window (3, -1)", "top-left", "seq_q 5", "seq_k 7"]),
 ]  # fmt: skip
+VARLEN = {"op": "varlen_attention", "total_q": 9, "total_k": 9, "head_dim": 128, "dtype": "bf16"}
 FUSION_ONLY = [
     ({"op": "decode_attention", "seqlens_k": True}, ["op is decode_attention"]),
+    ({"op": "paged_attention", "page_size": 16}, ["op is paged_attention"]),
     ({"seqlens_q": True, "seqlens_k": True}, ["seqlens_q, seqlens_k given"]),
     ({"causal": "bottom_right", "seq_q": 9, "seq_k": 4}, ["seq_q 9", "seq_k 4", "first 5 rows"]),
+    ({"window_right": 1, "seq_q": 9, "seq_k": 4}, ["window (-1, 1)", "first 4 rows"]),
+    ({"head_dim": 32, "head_dim_v": 64}, ["head_dim_v is 64", "head_dim, 32"]),
+    ({"alibi_slopes": True, "needs_grad": True}, ["gradients", "alibi_slopes", "no gradient of a bias"]),
+    (VARLEN | {"alibi_slopes": True}, ["alibi_slopes asked for", "dense scores alone"]),
+    (VARLEN | {"batch": 1025}, ["batch is 1025", "up to 1024"]),
+    (VARLEN | {"total_q": 1048577}, ["total_q is 1048577", "up to 1048576"]),
     ({"seq_q": 1048577}, ["seq_q is 1048577", "up to 1048576"]),
     ({"seq_k": 1048577}, ["seq_k is 1048577", "up to 1048576"]),
     ({"batch": 2097153}, ["batch is 2097153", "up to 2097152"]),
     ({"dropout": True}, ["dropout_p > 0", "not by dropout_seed"]),
-]
+]  # fmt: skip
+ROW = {"seq_q": 1, "seqlens_k": True}
+PAGES = ROW | {"op": "paged_attention", "page_size": 16, "seq_k": 512}
+CODES = ROW | {"op": "decode_attention", "kv_format": "int8", "kv_scales": "token"}
 INFER_ONLY = [
     ({"op": "decode_attention", "num_splits": 2}, ["num_splits is 2"]),
+    ({"bias": True, "sinks": True}, ["sinks, bias asked for", "called without"]),
     ({"dtype": "fp32"}, ["dtype is fp32", "fp16 and bf16"]),
     ({"needs_grad": True}, ["gradients are asked for", "inference"]), ({"dropout": True}, ["dropout_p > 0"]),
     ({"causal": "top_left", "seq_q": 1}, ["seq_q 1"]), ({"head_dim": 576}, ["head_dim is 576", "up to 512"]),
-    ({"head_dim": 72}, ["head_dim is 72", "multiples of 16"]),
+    ({"head_dim": 64, "head_dim_v": 32}, ["head_dim_v is 32", "head_dim 64"]),
+    ({"head_dim": 68}, ["head_dim 68 is 136 bytes", "multiples of 16 bytes"]),
+    ({"head_dim": 136}, ["head_dim 136 is 272 bytes", "multiples of 32 bytes", "over a head_dim of 128"]),
     ({"heads_q": 128, "heads_k": 1}, ["query heads for each key/value head is 128", "up to 64"]),
     ({"batch": 65537}, ["batch is 65537", "up to 65536"]),
     ({"seq_q": 20971521}, ["seq_q is 20971521", "up to 20971520"]),
     ({"seq_k": 20971521}, ["seq_k is 20971521", "up to 20971520"]),
     ({"seq_q": 1, "seq_k": 262145}, ["seq_k is 262145", "up to 262144"]),
+    (VARLEN | {"dtype": "fp16"}, ["dtype is fp16", "bf16 alone"]),
+    (VARLEN | {"head_dim": 64}, ["head_dim, head_dim_v are (64, 64)", "(128, 128), (192, 128), (192, 192)"]),
+    (VARLEN | {"causal": "top_left"}, ["causal top-left", "bottom-right masks"]),
+    (VARLEN | {"seq_q": 1, "window_left": 2}, ["window (2, -1)", "one query"]),
+    (VARLEN | {"batch": 4097}, ["batch is 4097", "up to 4096"]),
+    (VARLEN | {"total_k": 1048577}, ["total_k is 1048577", "up to 1048576"]),
+    (PAGES | {"total_q": 2}, ["packed queries over pages"]),
+    (PAGES | {"page_size": 24}, ["page_size is 24", "multiples of 16 up to 512", "seq_q 1"]),
+    (PAGES | {"page_size": 1024}, ["page_size is 1024", "up to 512"]),
+    (PAGES | {"seq_q": 2, "page_size": 64}, ["page_size is 64", "multiples of 128", "seq_q 2"]),
+    (PAGES | {"heads_q": 256, "heads_k": 256, "head_dim": 256}, ["heads_k · head_dim is 65536", "up to 65535"]),
+    (PAGES | CODES | {"op": "paged_attention", "page_layout": "hpd"}, ["page_size is 16", "multiples of 32"]),
+    (PAGES | CODES | {"op": "paged_attention", "page_size": 32}, ["page's 32 tokens", "4 heads"]),
+    (CODES | {"kv_format": "e4m3"}, ["kv_format is e4m3", "int8 caches"]),
+    (CODES | {"kv_scales": "head"}, ["kv_scales head", "each token and head"]), (CODES | {"seq_q": 2}, ["seq_q 2"]),
 ]  # fmt: skip
 REFUSED = (
     [(path, *case) for case in BOTH for path in (FUSION, INFER)]
@@ -272,10 +341,12 @@ def test_plans_on_ascend() -> None:
     without_compiler = parse_target("ascend:ascend910b2", toolchain="none")
     assert plan(problem(needs_grad=True), B2).path == "triton"
     assert plan(problem(needs_grad=True), without_compiler).path == "npu_fusion_attention"
+    assert plan(problem(), without_compiler).path == "npu_fused_infer_attention_score"
+    assert plan(problem(sinks=True), without_compiler).path == "npu_fusion_attention"
     assert plan(problem(needs_grad=True, dropout=True), without_compiler).path == "reference"
     decode = plan(problem(op="decode_attention", seq_q=1, seqlens_k=True), without_compiler)
     assert decode.path == "npu_fused_infer_attention_score"
-    assert [r.path for r in decode.rejected] == ["triton", "npu_fusion_attention"]
+    assert [r.path for r in decode.rejected] == ["triton"]
     refused = plan(problem(), P310)
     assert refused.path == "reference"
     assert "ascend310p is no target of triton-ascend" in refused.rejected[0].reason

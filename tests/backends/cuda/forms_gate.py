@@ -36,9 +36,9 @@ from portattn.schema import toml_reader
 from portattn.schema.plan import Plan
 from portattn.schema.target import Target
 from portattn.schema.toolchain import installed_toolchain
+from portattn.testing import findings
 from portattn.testing.findings import KernelFacts
 from portattn.tools import lab
-from portattn.tools.matrix import variants
 from portattn.worker.client import Worker
 
 BASELINE = Path(__file__).with_name("gluon_spills.toml")
@@ -117,8 +117,8 @@ def judged(
         if "serialized_wgmma" in kernel.facts:
             wrong.append(f"{kernel.function}: ptxas serialises its products")
     # Spills are judged by the file: `check` knows only those of the release that a schedule was timed with.
-    gates = variants.check(form.variant, form.problem, target, tuple(kernels))
-    wrong += variants.broken(tuple(gate for gate in gates if "spill" not in gate.name))
+    gates = findings.check_variant(form.variant, form.problem, target, tuple(kernels))
+    wrong += findings.broken_gates(tuple(gate for gate in gates if "spill" not in gate.name))
     return facts, wrong
 
 
@@ -129,7 +129,7 @@ def measured(form: Form, target: Target, worker: Worker, known: Spills | None) -
     made = Plan(
         problem=form.problem, target=target.name, toolchain=str(target.toolchain), requested=name, path=name
     )  # fmt: skip
-    kernels, failed, function = variants.compile_variant(form.variant, made, target, worker, SECONDS)
+    kernels, failed, function = findings.compile_variant(form.variant, made, target, worker, SECONDS)
     facts, wrong = judged(form, target, kernels, known)
     if failed is not None:
         wrong.append(f"{function} does not compile: {(failed.message or failed.kind).splitlines()[0]}")

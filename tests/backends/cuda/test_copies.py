@@ -1,7 +1,6 @@
 """What a variant's launcher is given where its kernel cannot read the caller's tensors, or the scale is 0."""
 
 import re
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,32 +18,29 @@ from portattn.launch.kernelcall import signatures
 from portattn.planning.registry import parse_target
 from portattn.schema.call import Call
 from portattn.schema.plan import Plan
-from portattn.schema.target import Target
-from portattn.worker.client import Worker
 
 PROBLEM = Problem(batch=2, heads_q=3, heads_k=3, seq_q=4, seq_k=4, head_dim=8)
 
 
-def launched(scale: float, broadcast: str = "") -> tuple[bool, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def launched(scale, broadcast=""):
     """Whether the launch is kept as it is, what the caller brings, and what reaches the kernel."""
     given = {name: torch.randn(2, 3, 4, 8) for name in ("q", "k", "v")}
     if broadcast:
         given[broadcast] = given[broadcast][:1].expand(2, 3, 4, 8)
     seen: dict[str, Any] = {}
-    call = Call(problem=PROBLEM, scale=scale, **given)
-    launch = with_copies(seen.update, call, ("q", "k", "v"), ("q",))
+    launch = with_copies(seen.update, Call(problem=PROBLEM, scale=scale, **given), ("q", "k", "v"), ("q",))
     launch(given)
     return launch == seen.update, given, seen
 
 
-def test_tensors_that_can_be_read_reach_the_kernel_themselves() -> None:
+def test_tensors_that_can_be_read_reach_the_kernel_themselves():
     kept, given, seen = launched(0.5)
     assert kept
     assert all(seen[name] is given[name] for name in given)
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_a_broadcast_tensor_is_copied_for_each_launch(name: str) -> None:
+def test_a_broadcast_tensor_is_copied_for_each_launch(name):
     kept, given, seen = launched(0.5, name)
     assert not kept
     assert 0 not in seen[name].stride()
@@ -52,7 +48,7 @@ def test_a_broadcast_tensor_is_copied_for_each_launch(name: str) -> None:
     assert all(seen[other] is given[other] for other in given if other != name)
 
 
-def test_a_scale_of_nothing_is_applied_to_the_queries() -> None:
+def test_a_scale_of_nothing_is_applied_to_the_queries():
     kept, given, seen = launched(0.0, "q")
     assert not kept
     assert torch.equal(seen["q"], torch.zeros(2, 3, 4, 8))
@@ -62,7 +58,7 @@ def test_a_scale_of_nothing_is_applied_to_the_queries() -> None:
 @pytest.mark.parametrize(
     ("kind", "scales", "expected"), [("e4m3", "head", [0, 0, 127, -1, 0]), ("int8", "token", [0, 0, 0, 0, 0])]
 )
-def test_of_bytes_a_scale_of_nothing_leaves_what_is_no_number(kind: str, scales: str, expected: list[int]) -> None:
+def test_of_bytes_a_scale_of_nothing_leaves_what_is_no_number(kind, scales, expected):
     """In e4m3 0x7f and 0xff are NaN: 0 times that is NaN. Whole numbers times nothing are nothing."""
     seen: dict[str, Any] = {}
     given = {name: torch.tensor([5, -3, 127, -1, 0], dtype=torch.int8) for name in ("q", "k", "v")}
@@ -75,16 +71,16 @@ def test_of_bytes_a_scale_of_nothing_leaves_what_is_no_number(kind: str, scales:
 class Memory:
     """Zeros on the CPU, which remember what was made."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.sizes: list[int] = []
 
-    def __call__(self, count: int) -> torch.Tensor:
+    def __call__(self, count):
         made = torch.zeros(count, dtype=torch.int32)
         self.sizes.append(count)
         return made
 
 
-def test_a_stream_has_counters_of_its_own_in_turns() -> None:
+def test_a_stream_has_counters_of_its_own_in_turns():
     memory = Memory()
     counters = Counters(memory)
     first = [counters.take(7).data_ptr() for _ in range(TURNS)]
@@ -96,14 +92,14 @@ def test_a_stream_has_counters_of_its_own_in_turns() -> None:
     assert memory.sizes == [CAPTURED * APART] + [TURNS * APART] * (1 + 3 * TURNS)
 
 
-def test_the_default_stream_is_a_stream() -> None:
+def test_the_default_stream_is_a_stream():
     memory = Memory()
     counters = Counters(memory)
     assert counters.take(0).data_ptr() != counters.take(None).data_ptr()
     assert memory.sizes == [CAPTURED * APART, TURNS * APART]
 
 
-def test_captured_launches_share_with_nobody_and_their_memory_stays() -> None:
+def test_captured_launches_share_with_nobody_and_their_memory_stays():
     memory = Memory()
     counters = Counters(memory)
     lowest = counters.take(None).data_ptr() - 16 * (CAPTURED - 1)
@@ -118,11 +114,11 @@ def test_captured_launches_share_with_nobody_and_their_memory_stays() -> None:
 
 
 @pytest.mark.parametrize("stream", [3, None])
-def test_threads_never_get_one_counter_twice_at_a_time(stream: int | None) -> None:
+def test_threads_never_get_one_counter_twice_at_a_time(stream):
     counters, seen = Counters(Memory()), []
     share = TURNS // 4
 
-    def work() -> None:
+    def work():
         seen.extend([counters.take(stream).data_ptr() for _ in range(share)])
 
     run_threads(*[work] * 4)
@@ -147,11 +143,11 @@ OVER = re.compile(r"^WARPGROUP\.DEPBAR\.LE gsb0, 0x0|^(BRA|EXIT|BRX)\b")
 READERS = ("ST", "RED", "ATOMS", "BAR", "SYNCS", "UTMA", "R2UR", "WARPSYNC", "BRA", "NANOSLEEP", "CCTL")
 
 
-def instructions(sass: str) -> list[str]:
+def instructions(sass):
     return [found.group(1) for found in re.finditer(r"/\*[0-9a-f]{4,}\*/\s+(.*?;)", sass)]
 
 
-def written(text: str) -> range:
+def written(text):
     """Registers that an instruction writes."""
     product = PRODUCT.search(text)
     if product:
@@ -164,7 +160,7 @@ def written(text: str) -> range:
     return range(int(found.group(2)), int(found.group(2)) + count)
 
 
-def overwritten(code: list[str]) -> list[str]:
+def overwritten(code):
     """Instructions that write a left operand of a product before the wait for it."""
     found = []
     for place, text in enumerate(code):
@@ -182,13 +178,10 @@ def overwritten(code: list[str]) -> list[str]:
 
 @pytest.mark.compiles
 @pytest.mark.parametrize("form", FORMS)
-def test_a_left_operand_stays_until_its_product_has_ended(
-    gluon_compiler: Worker, gluon_target: Target, tmp_path: Path, form: str
-) -> None:
+def test_a_left_operand_stays_until_its_product_has_ended(gluon_compiler, gluon_target, tmp_path, form):
     disassembler = nvdisasm(gluon_target)
     p = Problem(**FORMS[form])  # type: ignore[arg-type]
-    chosen = choice(p)
-    assert chosen.schedule.reg_q
+    assert choice(p).schedule.reg_q
     plan = Plan(problem=p, target=SM_90.name, toolchain="triton==3.6.0", requested=VARIANT.name, path=VARIANT.name)
     reply = compile_in(gluon_compiler, signatures(VARIANT, meta_call(p))[0], plan, SM_90, 120.0, "text")
     assert reply.outcome == "ok", reply.message
@@ -198,7 +191,7 @@ def test_a_left_operand_stays_until_its_product_has_ended(
     assert overwritten(code) == []
 
 
-def test_what_is_written_is_seen() -> None:
+def test_what_is_written_is_seen():
     product, wait = "HGMMA.64x128x16.F32.BF16 R24, R88, gdesc[UR8], R24, gsb0 ;", "WARPGROUP.DEPBAR.LE gsb0, 0x0 ;"
     for text, seen in (
         ("MOV R91, RZ ;", True),

@@ -2,14 +2,13 @@
 
 import dataclasses
 import re
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
 from gluon_ptx import disassemble, nvdisasm
-from support import Device, random_call
+from support import random_call
 from test_copies import PRODUCT, instructions, written
 from variantchip import assert_variant_right, device_for
 
@@ -25,13 +24,10 @@ from portattn.launch.kernelcall import signatures
 from portattn.launch.run import launch_tensors
 from portattn.planning.planner import plan
 from portattn.planning.registry import parse_target
-from portattn.schema.call import Call
 from portattn.schema.plan import Plan
-from portattn.schema.target import Target
+from portattn.testing import findings
 from portattn.testing.findings import KernelFacts
 from portattn.testing.tolerance import nan_filled_memory
-from portattn.tools.matrix import variants
-from portattn.worker.client import Worker
 
 SM_90 = parse_target("cuda:sm_90", "triton==3.6.0")
 VARIANT = BackwardVariant()
@@ -50,7 +46,7 @@ LARGE_PACKED = msgspec.structs.replace(
 )
 
 
-def problem(base: Problem = BASE, **fields: Any) -> Problem:
+def problem(base=BASE, **fields):
     return msgspec.structs.replace(base, **fields)
 
 
@@ -78,27 +74,27 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", TAKEN)
-def test_what_it_takes(name: str) -> None:
+def test_what_it_takes(name):
     assert VARIANT.rejects(TAKEN[name], SM_90) is None
     assert VARIANT.describe(TAKEN[name])["width"] in WIDTHS
 
 
 @pytest.mark.parametrize("name", TAKEN)
-def test_it_is_planned_before_the_core(name: str) -> None:
+def test_it_is_planned_before_the_core(name):
     made = plan(TAKEN[name], SM_90)
     assert (made.path, made.fell_back) == ("gluon_backward", False)
     assert plan(TAKEN[name], SM_90, settings=Settings(backend="triton")).path == "triton"
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_it_does_not_take_and_why(name: str) -> None:
+def test_what_it_does_not_take_and_why(name):
     fields, reason = REFUSED[name]
     no = VARIANT.rejects(problem(**fields), SM_90)
     assert no.path == "gluon_backward"
     assert reason in no.reason
 
 
-def test_other_chips() -> None:
+def test_other_chips():
     no = VARIANT.rejects(BASE, parse_target("cuda:sm_100", "triton==3.6.0"))
     assert no.reason == "is for sm_90, and this is sm_100"
 
@@ -116,7 +112,7 @@ def test_other_chips() -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_heads_side_by_side(fields: dict[str, Any], expected: int) -> None:
+def test_heads_side_by_side(fields, expected):
     """Few causal blocks: as many heads as have a block for each of 132 multiprocessors, and four at least."""
     seq = fields.pop("seq")
     given = {"causal": "bottom_right", "head_dim": 128, "head_dim_v": 128, "seq_q": seq, "seq_k": seq} | fields
@@ -126,7 +122,7 @@ def test_heads_side_by_side(fields: dict[str, Any], expected: int) -> None:
     assert p.window_left >= 0 or backward.together(p, tiles, 132, turns=True) >= expected
 
 
-def test_schedules() -> None:
+def test_schedules():
     summed = {dim: choice(problem(head_dim=dim, head_dim_v=dim), TIMED_WITH).schedule for dim in WIDTHS}
     assert summed == {
         64: BackwardSchedule(keys=128, stages=2, messages=2, late=True, stagger=8),
@@ -168,7 +164,7 @@ def test_schedules() -> None:
         ({"batch": 1, "seq_q": 1, "seq_k": 16384}, False),
     ],
 )
-def test_when_repeatable_gradients_are_added_in_turns(fields: dict[str, Any], turns: bool) -> None:
+def test_when_repeatable_gradients_are_added_in_turns(fields, turns):
     p = problem(LARGE, **fields, deterministic=True)
     assert backward.in_turns(p, 128) is turns
     made = plan(p, SM_90)
@@ -178,7 +174,7 @@ def test_when_repeatable_gradients_are_added_in_turns(fields: dict[str, Any], tu
     assert not plan(problem(LARGE, **fields), SM_90).schedule["turns"]  # nobody asked for it
 
 
-def test_views_are_those_of_a_call() -> None:
+def test_views_are_those_of_a_call():
     names = ("q", "k", "v", "forward_out", "grad_out", "grad_q", "grad_k", "grad_v")
     rows = {"forward_lse": torch.zeros(2, 4, 3), "grad_lse": None, "out": torch.zeros(2, 4, 3), "lse": None}
     swapped = VARIANT.views(problem(layout="bshd"), {name: torch.zeros(2, 3, 4, 8) for name in names} | rows)
@@ -191,7 +187,7 @@ def test_views_are_those_of_a_call() -> None:
     assert packed["grad_lse"] is None
 
 
-def test_launches_as_a_compiler_sees_them() -> None:
+def test_launches_as_a_compiler_sees_them():
     pytest.importorskip("triton.experimental.gluon")
     first, keys, last = signatures(VARIANT, meta_call(problem(causal="bottom_right")))
     assert [s.function for s in (first, keys, last)] == ["row_statistics", "scheduled_backward", "query_gradients"]
@@ -231,12 +227,12 @@ def test_launches_as_a_compiler_sees_them() -> None:
         ({"seq_q": 400, "window_left": 67, "causal": "top_left"}, False),
     ],
 )
-def test_where_rows_that_do_not_count_are_kept_apart(fields: dict[str, Any], edges: bool) -> None:
+def test_where_rows_that_do_not_count_are_kept_apart(fields, edges):
     pytest.importorskip("triton.experimental.gluon")
     assert signatures(VARIANT, meta_call(problem(**fields)))[1].constants["EDGES"] is edges
 
 
-def plan_of(p: Problem, target: Target = SM_90) -> Plan:
+def plan_of(p, target=SM_90):
     toolchain = str(target.toolchain)
     return Plan(problem=p, target=target.name, toolchain=toolchain, requested=VARIANT.name, path=VARIANT.name)
 
@@ -256,9 +252,9 @@ MOST_SPILLED = 128  # bytes a thread of all roles: a thread that only moves memo
 
 @pytest.mark.compiles
 @pytest.mark.parametrize("form", FORMS)
-def test_it_compiles_clean(gluon_compiler: Worker, gluon_target: Target, form: str) -> None:
+def test_it_compiles_clean(gluon_compiler, gluon_target, form):
     p = FORMS[form]
-    kernels, failed, _ = variants.compile_variant(
+    kernels, failed, _ = findings.compile_variant(
         VARIANT, plan_of(p, gluon_target), gluon_target, gluon_compiler, 120.0
     )
     assert failed is None, failed
@@ -269,22 +265,21 @@ def test_it_compiles_clean(gluon_compiler: Worker, gluon_target: Target, form: s
         assert kernel.facts["scratchpad_bytes"] <= (SM_90.arch.scratchpad_bytes or 0), kernel.function
     assert kernels[1].facts["wgmma"] > 0
     if VARIANT.timed_with(p):
-        assert variants.broken(variants.check(VARIANT, p, gluon_target, kernels)) == []
+        assert findings.broken_gates(findings.check_variant(VARIANT, p, gluon_target, kernels)) == []
 
 
-def test_a_variant_needs_matrix_instructions_in_one_of_its_kernels() -> None:
+def test_a_variant_needs_matrix_instructions_in_one_of_its_kernels():
     facts: dict[str, Any] = {"scratchpad_bytes": 100, "registers": 32, "spills": 0}
     rows = KernelFacts(function="row_statistics", facts=facts)
     keys = KernelFacts(function="scheduled_backward", facts=facts | {"wgmma": 12})
     for kernels, passed in (((rows, keys), True), ((rows, rows), False)):
-        gates = variants.check(VARIANT, BASE, SM_90, kernels)
-        assert all(gate.passed for gate in gates) is passed
+        assert all(gate.passed for gate in findings.check_variant(VARIANT, BASE, SM_90, kernels)) is passed
 
 
 WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x[0-9a-f]+)")
 
 
-def overwritten(code: list[str]) -> list[str]:
+def overwritten(code):
     """Instructions that write a left operand of a product that may still run. Products run in groups: the last one of a
     group names gsb0, and a wait leaves so many groups running."""
     running: list[list[tuple[str, range]]] = []
@@ -312,9 +307,7 @@ def overwritten(code: list[str]) -> list[str]:
 
 @pytest.mark.compiles
 @pytest.mark.parametrize("form", ["64, full", "128, causal", "128, repeatable", "128, in turns, causal"])
-def test_a_left_operand_stays_until_its_product_has_ended(
-    gluon_compiler: Worker, gluon_target: Target, tmp_path: Path, form: str
-) -> None:
+def test_a_left_operand_stays_until_its_product_has_ended(gluon_compiler, gluon_target, tmp_path, form):
     """Quirk cuda-0018: P and dS are operands in registers, and more than one product runs."""
     disassembler = nvdisasm(gluon_target)
     p = FORMS[form]
@@ -328,7 +321,7 @@ def test_a_left_operand_stays_until_its_product_has_ended(
         assert overwritten(code) == []
 
 
-def test_what_overwrites_is_seen() -> None:
+def test_what_overwrites_is_seen():
     one = "HGMMA.64x128x16.F32.BF16 R24, R88, gdesc[UR8], R24, gsb0 ;"
     other = "HGMMA.64x64x16.F32.BF16 R120, gdesc[UR4], R120, gsb0 ;"
     write, wait = "F2FP.BF16.F32.PACK_AB R90, R5, R4 ;", "WARPGROUP.DEPBAR.LE gsb0, 0x{} ;"
@@ -339,7 +332,7 @@ def test_what_overwrites_is_seen() -> None:
 
 
 @pytest.fixture
-def chip(device: Device) -> Device:
+def chip(device):
     """A device that the kernels are for."""
     return device_for(VARIANT, BASE, device)
 
@@ -358,7 +351,7 @@ SIZES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("causal", ["none", "bottom_right", "top_left"])
 @pytest.mark.parametrize("head_dim", [40, 64, 128, 200, 256])
 @pytest.mark.parametrize("name", SIZES)
-def test_gradients(chip: Device, name: str, head_dim: int, causal: str) -> None:
+def test_gradients(chip, name, head_dim, causal):
     p = problem(**SIZES[name] | {"head_dim": head_dim, "head_dim_v": head_dim, "causal": causal})
     assert_variant_right(VARIANT, random_call(p, 1, device=chip.name))
 
@@ -368,7 +361,7 @@ def test_gradients(chip: Device, name: str, head_dim: int, causal: str) -> None:
 @pytest.mark.parametrize("causal", ["none", "bottom_right"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_gradients_of_packed(chip: Device, head_dim: int, causal: str, window: int, deterministic: bool) -> None:
+def test_gradients_of_packed(chip, head_dim, causal, window, deterministic):
     fields = {"head_dim": head_dim, "head_dim_v": head_dim, "causal": causal, "window_left": window}
     for seed in range(2):
         p = problem(PACKED, **fields, deterministic=deterministic, grad_lse=seed == 1)
@@ -377,13 +370,13 @@ def test_gradients_of_packed(chip: Device, head_dim: int, causal: str, window: i
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("scale", [0.0, -0.2, 3.0])
-def test_any_scale(chip: Device, scale: float) -> None:
+def test_any_scale(chip, scale):
     for head_dim in (64, 128, 256):
         p = problem(head_dim=head_dim, head_dim_v=head_dim, causal="bottom_right", negative_scale=scale < 0)
         assert_variant_right(VARIANT, random_call(p, 3, device=chip.name, scale=scale))
 
 
-def assert_repeats(call: Call, times: int) -> None:
+def assert_repeats(call, times):
     tensors, launch = launch_tensors(call), VARIANT.launcher(call)
     launch(tensors)
     names = ("grad_q", "grad_k", "grad_v")
@@ -395,7 +388,7 @@ def assert_repeats(call: Call, times: int) -> None:
 
 
 @pytest.fixture(params=["in turns", "two kernels"])
-def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def form(request, monkeypatch):
     """How dQ is made repeatable, whatever the sizes ask for."""
     monkeypatch.setattr(backward, "in_turns", lambda p, keys: request.param == "in turns")
     return str(request.param)
@@ -403,7 +396,7 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_repeatable_gradients_are_bit_equal(chip: Device, form: str, head_dim: int) -> None:
+def test_repeatable_gradients_are_bit_equal(chip, form, head_dim):
     p = problem(head_dim=head_dim, head_dim_v=head_dim, batch=4, heads_q=16, seq_q=1024, seq_k=1024, deterministic=True)
     assert_repeats(random_call(p, 5, device=chip.name), 50)
 
@@ -412,9 +405,7 @@ def test_repeatable_gradients_are_bit_equal(chip: Device, form: str, head_dim: i
 @pytest.mark.parametrize("causal", ["none", "bottom_right", "top_left"])
 @pytest.mark.parametrize("head_dim", [40, 64, 128])
 @pytest.mark.parametrize("name", [*SIZES, "packed", "packed, window"])
-def test_gradients_in_turns(
-    chip: Device, monkeypatch: pytest.MonkeyPatch, name: str, head_dim: int, causal: str
-) -> None:
+def test_gradients_in_turns(chip, monkeypatch, name, head_dim, causal):
     monkeypatch.setattr(backward, "in_turns", lambda p, keys: True)
     fields: dict[str, Any] = {"head_dim": head_dim, "head_dim_v": head_dim, "causal": causal, "deterministic": True}
     if name in SIZES:
@@ -429,7 +420,7 @@ def test_gradients_in_turns(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", ["none", "bottom_right"])
-def test_more_blocks_of_a_head_than_run_at_a_time(chip: Device, monkeypatch: pytest.MonkeyPatch, causal: str) -> None:
+def test_more_blocks_of_a_head_than_run_at_a_time(chip, monkeypatch, causal):
     """157 blocks of one head, which wait for each other: they end, and say what two kernels say."""
     p = problem(batch=1, heads_q=1, heads_k=1, seq_q=20000, seq_k=20000, causal=causal, deterministic=True)
     call = dataclasses.replace(meta_call(p), **inputs_of(p, chip.name))
@@ -441,7 +432,7 @@ def test_more_blocks_of_a_head_than_run_at_a_time(chip: Device, monkeypatch: pyt
     assert (found[0] - found[1]).norm() < 4e-3 * found[1].norm()
 
 
-def inputs_of(p: Problem, device: str) -> dict[str, torch.Tensor]:
+def inputs_of(p, device):
     """Tensors of a gradient's call whose reference would take too long; the result and its LSE by the public call."""
     generator = torch.Generator(device).manual_seed(3)
     shape = (p.batch, p.heads_q, p.seq_q, p.head_dim)
@@ -452,7 +443,7 @@ def inputs_of(p: Problem, device: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.gpu
-def test_gradients_that_are_broadcast(chip: Device) -> None:
+def test_gradients_that_are_broadcast(chip):
     call = random_call(problem(), 6, device=chip.name)
     call.grad_out = call.grad_out[:, :1].expand(call.grad_out.shape)
     assert_variant_right(VARIANT, call)

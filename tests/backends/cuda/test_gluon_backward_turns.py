@@ -285,8 +285,7 @@ def spans(call: Call) -> list[tuple[int, int, int, int]]:
     """Of each sequence: its place on the first axis, its first row there and its number of rows, and its number."""
     p = call.problem
     if call.cu_seqlens_q is not None:
-        first = call.cu_seqlens_q.tolist()
-        return [(0, a, b - a, i) for i, (a, b) in enumerate(itertools.pairwise(first))]
+        return [(0, a, b - a, i) for i, (a, b) in enumerate(itertools.pairwise(call.cu_seqlens_q.tolist()))]
     lengths = [p.seq_q] * p.batch if call.seqlens_q is None else call.seqlens_q.tolist()
     return [(i, 0, length, i) for i, length in enumerate(lengths)]
 
@@ -303,7 +302,6 @@ def test_rows_before_and_after_the_products(monkeypatch: pytest.MonkeyPatch, for
         tensors |= launcher.fresh(call.q)
     steps = launcher.steps(tensors)
     launch_steps(steps[:1])
-    assert call.grad_q is not None
     nothing = torch.isneginf(call.forward_lse)
     delta = (call.forward_out.double() * call.grad_out.double()).sum(-1)
     if call.grad_lse is not None:

@@ -12,13 +12,10 @@ from portattn.backends.cuda.hopper_forward.variant import ForwardVariant
 from portattn.compile.ensure_compiled import compile_in
 from portattn.launch import meta_call
 from portattn.launch.kernelcall import signatures
-from portattn.planning.backend import Variant
 from portattn.planning.registry import parse_target
 from portattn.schema.plan import Plan
-from portattn.schema.target import Target
+from portattn.testing import findings
 from portattn.testing.findings import KernelFacts
-from portattn.tools.matrix import variants
-from portattn.worker.client import Worker
 
 SM_90 = parse_target("cuda:sm_90", "triton==3.6.0")
 VARIANT = ForwardVariant()
@@ -64,34 +61,32 @@ ALL = [
 ]  # fmt: skip
 
 
-def problem(form: str, head_dim: int, causal: str) -> Problem:
+def problem(form, head_dim, causal):
     return Problem(**BASE | {"head_dim": head_dim, "causal": causal} | FORMS[form])
 
 
-def plan_of(p: Problem, target: Target = SM_90, name: str = VARIANT.name) -> Plan:
+def plan_of(p, target=SM_90, name=VARIANT.name):
     return Plan(problem=p, target=target.name, toolchain=str(target.toolchain), requested=name, path=name)
 
 
-def compiled(worker: Worker, target: Target, variant: Variant, p: Problem) -> tuple[KernelFacts, ...]:
+def compiled(worker, target, variant, p):
     """Return the facts of the kernels of `p`, all compiled, no product serialized and no gate broken."""
     assert variant.rejects(p, target) is None
-    kernels, failed, _ = variants.compile_variant(variant, plan_of(p, target, variant.name), target, worker, 120.0)
+    kernels, failed, _ = findings.compile_variant(variant, plan_of(p, target, variant.name), target, worker, 120.0)
     assert failed is None, failed
     assert "serialized_wgmma" not in next(one for one in kernels if one.function == "scheduled_forward").facts
-    assert variants.broken(variants.check(variant, p, target, kernels)) == []
+    assert findings.broken_gates(findings.check_variant(variant, p, target, kernels)) == []
     return kernels
 
 
-def skip_one_of_many(request: pytest.FixtureRequest, few: bool) -> None:
+def skip_one_of_many(request, few):
     if not few and not request.config.getoption("--forms"):
         pytest.skip("one of many forms: --forms compiles it")
 
 
 @pytest.mark.compiles
 @pytest.mark.parametrize(("form", "head_dim", "causal"), ALL, ids=[" ".join(map(str, one)) for one in ALL])
-def test_it_compiles_clean(
-    gluon_compiler: Worker, gluon_target: Target, request: pytest.FixtureRequest, form: str, head_dim: int, causal: str
-) -> None:
+def test_it_compiles_clean(gluon_compiler, gluon_target, request, form, head_dim, causal):
     skip_one_of_many(request, (form, head_dim, causal) in FEW)
     kernels = compiled(gluon_compiler, gluon_target, VARIANT, problem(form, head_dim, causal))
     main = kernels[0]
@@ -105,7 +100,7 @@ def test_it_compiles_clean(
 
 
 @pytest.mark.compiles
-def test_the_compiler_keeps_to_its_part_of_synchronisation(gluon_compiler: Worker, gluon_target: Target) -> None:
+def test_the_compiler_keeps_to_its_part_of_synchronisation(gluon_compiler, gluon_target):
     p = problem("plain", 128, "none")
     plan, (signature, *_) = plan_of(p, gluon_target), signatures(VARIANT, meta_call(p))
     reply = compile_in(gluon_compiler, signature, plan, gluon_target, 120.0, "text")
@@ -123,21 +118,20 @@ def test_the_compiler_keeps_to_its_part_of_synchronisation(gluon_compiler: Worke
         ({"wgmma": 0}, "matrix instructions"),
     ],
 )
-def test_what_is_not_as_it_is_scheduled_is_a_gate(facts: dict[str, int], broken: str) -> None:
+def test_what_is_not_as_it_is_scheduled_is_a_gate(facts, broken):
     good = {"scratchpad_bytes": 197_000, "registers": 168, "spills": 0, "wgmma": 64}
     kernels = (KernelFacts(function="scheduled_forward", facts=good | facts),)
     p = problem("plain", 128, "none")
     assert VARIANT.timed_with(p)
-    seen = variants.check(VARIANT, p, SM_90, kernels)
+    seen = findings.check_variant(VARIANT, p, SM_90, kernels)
     assert [gate.name for gate in seen if not gate.passed] == ([broken] if broken else [])
-    status = variants.fields(kernels, seen)
+    status = findings.gate_fields(kernels, seen)
     assert (status["status"], status["level"]) == (("FAIL", "declared") if broken else ("PASS", "compiles"))
 
 
-def test_a_signature_says_what_a_compiler_sees() -> None:
+def test_a_signature_says_what_a_compiler_sees():
     pytest.importorskip("triton.experimental.gluon")
-    p = problem("split", 128, "none")
-    forward, merging = signatures(VARIANT, meta_call(p))
+    forward, merging = signatures(VARIANT, meta_call(problem("split", 128, "none")))
     assert (forward.module, forward.function) == ("portattn.backends.cuda.hopper_forward.kernel", "scheduled_forward")
     assert forward.types["q_desc"].startswith("tensordesc<bf16[1, 1, 64, 128],NVMMASharedLayout(")
     assert forward.types["lse"] == "*fp32"
@@ -152,7 +146,7 @@ def test_a_signature_says_what_a_compiler_sees() -> None:
     assert msgspec.json.decode(msgspec.json.encode(forward), type=type(forward)) == forward
 
 
-def test_what_is_not_aligned_is_another_signature() -> None:
+def test_what_is_not_aligned_is_another_signature():
     """Sinks and lengths come as their caller has them."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("triton.experimental.gluon")

@@ -5,7 +5,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from support import Device
 from variantchip import device_for
 
 import portattn
@@ -15,11 +14,9 @@ from portattn.config import Settings
 from portattn.launch.run import run_variant
 from portattn.planning.planner import plan
 from portattn.planning.registry import parse_target
-from portattn.schema.target import Target
+from portattn.testing import findings
 from portattn.testing.random_writing import random_writing
 from portattn.testing.verdict import judge
-from portattn.tools.matrix import variants
-from portattn.worker.client import Worker
 
 SM_90 = parse_target("cuda:sm_90", "triton==3.6.0")
 VARIANT = IndexerVariant()
@@ -30,7 +27,7 @@ BASE = Problem(
 PAGED: dict[str, Any] = {"batch": 3, "seq_q": 2, "seq_k": 448, "page_size": 64, "seqlens_k": True}
 
 
-def problem(**fields: Any) -> Problem:
+def problem(**fields):
     return msgspec.structs.replace(BASE, **fields)
 
 
@@ -44,7 +41,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_it_is_planned_where_it_can_run_and_elsewhere_says_why_not(name: str) -> None:
+def test_it_is_planned_where_it_can_run_and_elsewhere_says_why_not(name):
     assert plan(BASE, SM_90).path == plan(problem(**PAGED), SM_90).path == VARIANT.name
     fields, reason = REFUSED[name]
     made = plan(problem(**fields), SM_90)
@@ -62,23 +59,23 @@ FORMS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.compiles
 @pytest.mark.parametrize("form", FORMS)
-def test_it_compiles_without_spills(gluon_compiler: Worker, gluon_target: Target, form: str) -> None:
+def test_it_compiles_without_spills(gluon_compiler, gluon_target, form):
     p = problem(**FORMS[form])
-    (kernel,), failed, _ = variants.compile_variant(VARIANT, plan(p, gluon_target), gluon_target, gluon_compiler, 120.0)
+    (kernel,), failed, _ = findings.compile_variant(VARIANT, plan(p, gluon_target), gluon_target, gluon_compiler, 120.0)
     assert failed is None, failed
     assert (kernel.function, kernel.facts["spills"]) == ("scheduled_index_scores", 0)
     assert "serialized_wgmma" not in kernel.facts
-    assert [str(gate) for gate in variants.check(VARIANT, p, gluon_target, (kernel,)) if not gate.passed] == []
+    assert [str(gate) for gate in findings.check_variant(VARIANT, p, gluon_target, (kernel,)) if not gate.passed] == []
 
 
 @pytest.fixture
-def chip(device: Device) -> Device:
+def chip(device):
     return device_for(VARIANT, BASE, device)
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("sizes", [{}, {"seq_q": 1}, {"seq_q": 65}, {"seq_k": 64 * 130}, {"seq_k": 128}], ids=str)
-def test_numbers(chip: Device, form: str, sizes: dict[str, int]) -> None:
+def test_numbers(chip, form, sizes):
     """Results start as NaN, and so do keys that no row sees, their scales, and pages behind a sequence's end."""
     for seed in range(2):
         call = random_writing(problem(**FORMS[form] | sizes), seed, device=chip.name)
@@ -88,7 +85,7 @@ def test_numbers(chip: Device, form: str, sizes: dict[str, int]) -> None:
         assert facts["error"] <= facts["budget"]
 
 
-def test_kept_calls_take_other_sizes_and_places(chip: Device) -> None:
+def test_kept_calls_take_other_sizes_and_places(chip):
     q = torch.randn(300, 64, 128, device=chip.name).to(torch.float8_e4m3fn)
     k, weights = torch.randn(900, 128, device=chip.name).to(torch.float8_e4m3fn), torch.rand(300, 64, device=chip.name)
     ends = torch.arange(600, 900, device=chip.name, dtype=torch.int32)

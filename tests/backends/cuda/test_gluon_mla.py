@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from support import Device, random_call
+from support import random_call
 from variantchip import assert_variant_right, device_for
 
 import portattn
@@ -19,9 +19,7 @@ from portattn.planning.kernel_specs import ceil_div
 from portattn.planning.planner import plan
 from portattn.planning.registry import parse_target
 from portattn.schema.call import TENSORS, Call
-from portattn.schema.target import Target
-from portattn.tools.matrix import variants
-from portattn.worker.client import Worker
+from portattn.testing import findings
 
 SM_90 = parse_target("cuda:sm_90", "triton==3.6.0")
 VARIANT = LatentVariant()
@@ -31,7 +29,7 @@ BASE = Problem(
 )  # fmt: skip
 
 
-def problem(**fields: Any) -> Problem:
+def problem(**fields):
     return msgspec.structs.replace(BASE, **fields)
 
 
@@ -51,7 +49,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-def test_it_is_planned_where_it_can_run_and_only_there() -> None:
+def test_it_is_planned_where_it_can_run_and_only_there():
     assert plan(BASE, SM_90).path == "gluon_mla"
     assert plan(problem(causal="bottom_right", seq_q=3, layout="bshd", num_splits=2), SM_90).path == "gluon_mla"
     assert not plan(BASE, SM_90).fell_back
@@ -67,7 +65,7 @@ def test_it_is_planned_where_it_can_run_and_only_there() -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_it_does_not_take_runs_elsewhere_and_says_so(name: str) -> None:
+def test_what_it_does_not_take_runs_elsewhere_and_says_so(name):
     fields, reason = REFUSED[name]
     assert reason in VARIANT.rejects(problem(**fields), SM_90).reason
     if name == "gradients":  # no path has them
@@ -82,7 +80,7 @@ def test_what_it_does_not_take_runs_elsewhere_and_says_so(name: str) -> None:
         plan(problem(**fields), SM_90, settings=Settings(backend="gluon_mla"))
 
 
-def test_rows_and_splits() -> None:
+def test_rows_and_splits():
     assert [row_tile(n) for n in (1, 2, 3, 64, 80)] == [(64, 1), (32, 2), (16, 4), (1, 64), (1, 64)]
     assert split_count(2, 128, 4096, 132) == 1  # 256 blocks fill the chip
     assert split_count(2, 1, 32768, 132) == 64  # two row tiles: 128 of 132 cores, 8 of 512 tiles each
@@ -92,9 +90,7 @@ def test_rows_and_splits() -> None:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("seq_q", [1, 2, 3, 64, 80, 300])
-def test_blocks_bring_what_their_rows_see_and_no_more(
-    monkeypatch: pytest.MonkeyPatch, seq_q: int, splits: int, causal: bool
-) -> None:
+def test_blocks_bring_what_their_rows_see_and_no_more(monkeypatch, seq_q, splits, causal):
     """The kernel's own division of the work, on plain numbers."""
     kernel = pytest.importorskip("portattn.backends.cuda.hopper_latent.kernel")
     heads, queries = row_tile(seq_q)
@@ -131,7 +127,7 @@ def test_blocks_bring_what_their_rows_see_and_no_more(
 
 
 class Number(int):
-    def to(self, dtype: type) -> int:
+    def to(self, dtype):
         return dtype(self)
 
 
@@ -146,28 +142,28 @@ FORMS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.compiles
 @pytest.mark.parametrize("form", FORMS)
-def test_it_compiles_without_spills(gluon_compiler: Worker, gluon_target: Target, form: str) -> None:
+def test_it_compiles_without_spills(gluon_compiler, gluon_target, form):
     """For sm_90, which need not be here: registers, local memory and ptxas's own warnings."""
     p = problem(**FORMS[form])
     made = plan(p, gluon_target)
     assert made.path == VARIANT.name
-    kernels, failed, _ = variants.compile_variant(VARIANT, made, gluon_target, gluon_compiler, 120.0)
+    kernels, failed, _ = findings.compile_variant(VARIANT, made, gluon_target, gluon_compiler, 120.0)
     assert failed is None, failed
     assert kernels[0].function == "latent_decode"
     assert (len(kernels) == 2) is (FORMS[form]["num_splits"] > 1)  # and the one that merges
     for kernel in kernels:
         assert kernel.facts["spills"] == 0, kernel.function
         assert "serialized_wgmma" not in kernel.facts, kernel.function
-    assert [str(gate) for gate in variants.check(VARIANT, p, gluon_target, kernels) if not gate.passed] == []
+    assert [str(gate) for gate in findings.check_variant(VARIANT, p, gluon_target, kernels) if not gate.passed] == []
 
 
 @pytest.fixture
-def chip(device: Device) -> Device:
+def chip(device):
     """A device that the kernel is for."""
     return device_for(VARIANT, BASE, device)
 
 
-def assert_right(call: Call) -> None:
+def assert_right(call):
     assert_variant_right(VARIANT, call)
 
 
@@ -189,7 +185,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("splits", [0, 1, 3])
 @pytest.mark.parametrize("name", SIZES)
-def test_numbers(chip: Device, name: str, splits: int) -> None:
+def test_numbers(chip, name, splits):
     p = problem(**SIZES[name], num_splits=splits)
     for seed in range(2):
         assert_right(random_call(p, seed, device=chip.name, extremes=True))
@@ -198,7 +194,7 @@ def test_numbers(chip: Device, name: str, splits: int) -> None:
 
 @pytest.mark.parametrize("lengths", [(0, 1, 2, 3), (63, 64, 65, 192), (0, 0, 0, 0), (191, 128, 127, 129)])
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-def test_lengths_at_tiles_edges(chip: Device, lengths: tuple[int, ...], dtype: str) -> None:
+def test_lengths_at_tiles_edges(chip, lengths, dtype):
     call = random_call(problem(dtype=dtype), 4, device=chip.name)
     pages = call.k.shape[0]
     call.k = torch.randn(pages, 1, 64, 576, device=chip.name, dtype=call.k.dtype)
@@ -210,7 +206,7 @@ def test_lengths_at_tiles_edges(chip: Device, lengths: tuple[int, ...], dtype: s
         assert_right(call)
 
 
-def test_the_public_call_takes_it_keeps_it_and_replays_it(chip: Device) -> None:
+def test_the_public_call_takes_it_keeps_it_and_replays_it(chip):
     call = random_call(problem(return_lse=False), 5, device=chip.name)
     arguments = (call.q, call.q_rope, call.k[:, 0], call.page_table, call.seqlens_k)
     first = portattn.mla_attention(*arguments, scale=call.scale)
@@ -237,22 +233,21 @@ def test_the_public_call_takes_it_keeps_it_and_replays_it(chip: Device) -> None:
     assert torch.equal(held, portattn.mla_attention(*arguments, scale=call.scale))
 
 
-def test_strides_of_axes_of_one_element_are_anything(chip: Device) -> None:
+def test_strides_of_axes_of_one_element_are_anything(chip):
     call = random_call(problem(batch=1, heads_q=128), 8, device=chip.name)
     expected = run_variant(VARIANT, call)[1]
-    q = torch.empty(128, 1, 512, 1, device=chip.name, dtype=call.q.dtype).permute(3, 0, 1, 2)
-    call.q = q.copy_(call.q)
+    call.q = torch.empty(128, 1, 512, 1, device=chip.name, dtype=call.q.dtype).permute(3, 0, 1, 2).copy_(call.q)
     assert call.q.stride()[0] % 8
     assert torch.equal(run_variant(VARIANT, call)[1], expected)
 
 
-def test_queries_that_are_broadcast(chip: Device) -> None:
+def test_queries_that_are_broadcast(chip):
     call = random_call(problem(), 9, device=chip.name)
     call.q, call.q_rope = (t[:1].expand(t.shape) for t in (call.q, call.q_rope))
     assert_right(call)
 
 
-def test_prepared_runs_are_the_same(chip: Device) -> None:
+def test_prepared_runs_are_the_same(chip):
     call = random_call(problem(return_lse=True), 6, device=chip.name)
     arguments = (call.q, call.q_rope, call.k[:, 0], call.page_table, call.seqlens_k)
     handle = portattn.prepare("mla_attention", *arguments, scale=call.scale, return_lse=True)
@@ -265,7 +260,7 @@ def test_prepared_runs_are_the_same(chip: Device) -> None:
         assert torch.equal(found[1], expected[1])
 
 
-def test_repeats_are_bit_equal(chip: Device) -> None:
+def test_repeats_are_bit_equal(chip):
     call = random_call(problem(batch=64, heads_q=128, seq_k=2048, return_lse=False), 7, device=chip.name)
     _, first, _ = run_variant(VARIANT, call)
     different = 0
@@ -275,7 +270,7 @@ def test_repeats_are_bit_equal(chip: Device) -> None:
     assert different == 0
 
 
-def test_tensors_are_those_of_a_call() -> None:
+def test_tensors_are_those_of_a_call():
     views = VARIANT.views(problem(layout="bshd"), {name: torch.zeros(2, 3, 4, 5) for name in (*TENSORS, "out", "lse")})
     assert set(views) <= {field.name for field in dataclasses.fields(Call)} | {"out", "lse"}
     assert views["q"].shape == (2, 4, 3, 5)

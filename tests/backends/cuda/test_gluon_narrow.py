@@ -16,8 +16,6 @@ from portattn.launch import meta_call
 from portattn.launch.kernelcall import signatures
 from portattn.planning.planner import plan
 from portattn.planning.registry import parse_target
-from portattn.schema.target import Target
-from portattn.worker.client import Worker
 
 SM_90 = wide.SM_90
 VARIANT, INT8 = Fp8Variant(), Int8Variant()
@@ -47,16 +45,16 @@ ALL = [
 WIDE = {"head_dim": 256, "head_dim_v": 256}
 
 
-def problem(form: str, head_dim: int = 128, causal: str = "none", kind: str = "e4m3") -> Problem:
+def problem(form, head_dim=128, causal="none", kind="e4m3"):
     return Problem(**wide.BASE | {"head_dim": head_dim, "causal": causal} | FORMS[kind][form])
 
 
 @pytest.mark.compiles
 @pytest.mark.parametrize(("kind", "form", "head_dim", "causal"), ALL, ids=[" ".join(map(str, one)) for one in ALL])
 def test_it_compiles_clean(
-    gluon_compiler: Worker, gluon_target: Target, request: pytest.FixtureRequest, kind: str, form: str, head_dim: int,
-    causal: str,
-) -> None:  # fmt: skip
+    gluon_compiler, gluon_target, request, kind, form, head_dim,
+    causal,
+):  # fmt: skip
     few = FEW.get((kind, form, head_dim, causal))
     wide.skip_one_of_many(request, few is not None)
     variant = VARIANT if kind == "e4m3" else INT8
@@ -72,7 +70,7 @@ def test_it_compiles_clean(
 
 
 @pytest.mark.compiles
-def test_probabilities_stay_in_their_lanes_and_words(gluon_compiler: Worker, gluon_target: Target) -> None:
+def test_probabilities_stay_in_their_lanes_and_words(gluon_compiler, gluon_target):
     """No byte is moved between registers, and as many words between lanes as the same loop of 16-bit operands moves."""
     p = problem("plain")
     texts = {}
@@ -90,7 +88,7 @@ def test_probabilities_stay_in_their_lanes_and_words(gluon_compiler: Worker, glu
 
 
 @pytest.mark.compiles
-def test_scores_are_products_of_whole_numbers(gluon_compiler: Worker, gluon_target: Target) -> None:
+def test_scores_are_products_of_whole_numbers(gluon_compiler, gluon_target):
     signature = signatures(INT8, meta_call(problem("plain", kind="int8")))[0]
     made = wide.plan_of(problem("plain", kind="int8"), gluon_target, INT8.name)
     reply = compile_in(gluon_compiler, signature, made, gluon_target, 120.0, "text")
@@ -104,7 +102,7 @@ def test_scores_are_products_of_whole_numbers(gluon_compiler: Worker, gluon_targ
     wide.assert_synchronised(ptx)
 
 
-def test_a_launch_transposes_and_one_attends() -> None:
+def test_a_launch_transposes_and_one_attends():
     pytest.importorskip("triton.experimental.gluon")
     call = meta_call(problem("packed", 128, "bottom_right"))
     transposing, forward = signatures(VARIANT, call)
@@ -117,8 +115,7 @@ def test_a_launch_transposes_and_one_attends() -> None:
     assert forward.types["k_scale"] == "*fp32"
     assert (forward.constants["FP8"], forward.constants["PAGE"]) == (True, 0)
     # 700 rows are at most 700 // 64 + 4 + 1 tiles, each sequence at the edge of one
-    buffers = VARIANT.described(call).buffers
-    assert tuple(map(int, buffers["transposed"][0])) == (1, 8, 128, 15 * 64)
+    assert tuple(map(int, VARIANT.described(call).buffers["transposed"][0])) == (1, 8, 128, 15 * 64)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +125,7 @@ def test_a_launch_transposes_and_one_attends() -> None:
         ((144, 208), (256, 64, 256)), ((256, 256), (256, 64, 256)),
     ],
 )  # fmt: skip
-def test_wide_heads_have_products_of_some_columns(widths: tuple[int, int], constants: tuple[int, ...]) -> None:
+def test_wide_heads_have_products_of_some_columns(widths, constants):
     """And none of columns that are padding of both q and v."""
     pytest.importorskip("triton.experimental.gluon")
     p = msgspec.structs.replace(problem("plain"), head_dim=widths[0], head_dim_v=widths[1])
@@ -137,13 +134,13 @@ def test_wide_heads_have_products_of_some_columns(widths: tuple[int, int], const
     assert tuple(forward.constants[name] for name in ("DIM", "COLUMNS", "USED")) == constants
 
 
-def test_columns_of_a_product_are_a_quarter_of_the_widest_head() -> None:
+def test_columns_of_a_product_are_a_quarter_of_the_widest_head():
     chosen = choice(problem("plain", 256), SM_90.toolchain, VARIANT.entries)
     with pytest.raises(ValueError, match="columns is 32, but must be 0"):
         msgspec.structs.replace(chosen.schedule, columns=32)
 
 
-def test_scales_that_are_not_there_are_no_arguments() -> None:
+def test_scales_that_are_not_there_are_no_arguments():
     pytest.importorskip("triton.experimental.gluon")
     forward = signatures(VARIANT, meta_call(problem("no scales")))[1]
     assert forward.constants["q_scale"] is None
@@ -151,10 +148,9 @@ def test_scales_that_are_not_there_are_no_arguments() -> None:
 
 
 @pytest.mark.parametrize("form", ["plain", "packed"])
-def test_a_launch_has_the_scales_and_their_strides(form: str) -> None:
+def test_a_launch_has_the_scales_and_their_strides(form):
     pytest.importorskip("triton.experimental.gluon")
-    p = problem(form, kind="int8")
-    (forward,) = signatures(INT8, meta_call(p))
+    (forward,) = signatures(INT8, meta_call(problem(form, kind="int8")))
     assert forward.types["q_desc"].startswith("tensordesc<i8[1, 1, 64, 128],NVMMASharedLayout(")
     assert forward.types["v_desc"].startswith("tensordesc<bf16[1, 1, ")
     assert (forward.types["q_scale"], forward.types["k_scale"]) == ("*fp32", "*fp32")
@@ -189,11 +185,10 @@ def test_a_launch_has_the_scales_and_their_strides(form: str) -> None:
         ("int8", {"aligned": False}, "reads through descriptors: contiguous rows, bases and strides of 16 bytes"),
     ],
 )  # fmt: skip
-def test_what_it_does_not_take_is_said(kind: str, fields: dict[str, Any], reason: str) -> None:
+def test_what_it_does_not_take_is_said(kind, fields, reason):
     variant, p = VARIANT if kind == "e4m3" else INT8, problem("plain", kind=kind)
     p = msgspec.structs.replace(p, **({"head_dim_v": fields.get("head_dim", 128)} | fields))
-    no = variant.rejects(p, SM_90)
-    assert no.reason == reason
+    assert variant.rejects(p, SM_90).reason == reason
     assert plan(p, SM_90, settings=Settings()).path != variant.name
 
 
@@ -202,7 +197,7 @@ def test_what_it_does_not_take_is_said(kind: str, fields: dict[str, Any], reason
     [("e4m3", 128, "its probabilities are e4m3"), ("e4m3", 256, "its probabilities are e4m3"),
      ("int8", 128, "it rounds probabilities to bf16")],
 )  # fmt: skip
-def test_it_is_planned_where_it_is_asked_for_and_on_its_chip_alone(kind: str, head_dim: int, why: str) -> None:
+def test_it_is_planned_where_it_is_asked_for_and_on_its_chip_alone(kind, head_dim, why):
     p, name = problem("packed", head_dim, "bottom_right", kind), (VARIANT if kind == "e4m3" else INT8).name
     assert plan(p, SM_90, settings=Settings(backend=name)).path == name
     made = plan(p, SM_90, settings=Settings())
@@ -212,7 +207,7 @@ def test_it_is_planned_where_it_is_asked_for_and_on_its_chip_alone(kind: str, he
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd", "packed"])
-def test_a_caller_s_scales_are_turned_as_the_queries_are(layout: str) -> None:
+def test_a_caller_s_scales_are_turned_as_the_queries_are(layout):
     p = problem("packed" if layout == "packed" else "plain", kind="int8")
     if layout == "bshd":
         p = msgspec.structs.replace(p, layout="bshd")

@@ -4,7 +4,6 @@ import datetime
 import itertools
 import re
 from types import SimpleNamespace
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -14,7 +13,7 @@ from test_gluon_forms import plan_of
 from test_gluon_forms import problem as forms_problem
 from test_gluon_forms import problem as forward_problem
 
-from portattn import Plan, Problem, Toolchain
+from portattn import Problem, Toolchain
 from portattn.backends.cuda import schedules
 from portattn.backends.cuda.hopper_backward import variant as backward
 from portattn.backends.cuda.hopper_forward import variant
@@ -25,14 +24,12 @@ from portattn.compile.ensure_compiled import compile_in
 from portattn.compile.variants import variant_of
 from portattn.config import Settings
 from portattn.errors import PathUnavailable
-from portattn.launch import Signature, meta_call
+from portattn.launch import meta_call
 from portattn.launch.kernelcall import signatures
 from portattn.planning.planner import plan
 from portattn.planning.registry import parse_target
-from portattn.schema.target import Target
 from portattn.schema.tuning import Entry, ProblemFigures, Source, Tuning
 from portattn.tools.tune.classes import parse, workload
-from portattn.worker.client import Worker
 
 SM_90 = parse_target("cuda:sm_90", "triton==3.6.0")
 VARIANT = ForwardVariant()
@@ -43,7 +40,7 @@ CHUNKS = Problem(
 MIXED = msgspec.structs.replace(CHUNKS, batch=68, total_q=2112)
 
 
-def problem(base: Problem = CHUNKS, **fields: Any) -> Problem:
+def problem(base=CHUNKS, **fields):
     return msgspec.structs.replace(base, **fields)
 
 
@@ -52,7 +49,7 @@ E5M2 = problem(MIXED, kv_format="e5m2", page_size=16, head_dim=64, head_dim_v=64
 
 
 @pytest.mark.parametrize("p", [CHUNKS, MIXED, problem(page_size=16), problem(batch=1), E4M3, E5M2], ids=str)
-def test_chunks_over_pages_run_on_it(p: Problem) -> None:
+def test_chunks_over_pages_run_on_it(p):
     made = plan(p, SM_90)
     assert made.path == VARIANT.name, made.explain()
     assert made.schedule["splits"] == 1
@@ -70,13 +67,13 @@ FEW = {"batch": 4, "seq_q": 4, "seq_k": 1024}
     ({**DENSE, "head_dim": 256, "head_dim_v": 256}, 2), ({"batch": 8, "seq_q": 16, "total_q": 128}, 2),
     ({**FEW, "seq_k": 4096, "seq_q": 64, "tree_mask": True}, 2), ({**DENSE, "seq_q": 33, "causal": "top_left"}, 1),
 ], ids=str)  # fmt: skip
-def test_few_rows_share_their_keys(fields: dict[str, Any], splits: int) -> None:
+def test_few_rows_share_their_keys(fields, splits):
     made = plan(problem(**fields), SM_90)
     assert (made.path, made.schedule["splits"]) == (VARIANT.name, splits), made.explain()
 
 
 @pytest.mark.parametrize(("fields", "rows"), [({}, (4, 32, 4)), ({"total_q": 16}, (1, 32, 16))])
-def test_partial_results_have_a_place_for_each_row(fields: dict[str, Any], rows: tuple[int, ...]) -> None:
+def test_partial_results_have_a_place_for_each_row(fields, rows):
     made = VARIANT.described(meta_call(problem(**FEW | {"seq_k": 4096}, **fields)))
     assert {name: shape for name, (shape, _) in made.buffers.items()} == {
         "partial": (4, *rows, 128), "partial_lse": (4, *rows),
@@ -93,12 +90,11 @@ def test_partial_results_have_a_place_for_each_row(fields: dict[str, Any], rows:
     (DENSE, "over a contiguous cache the core is as fast with up to 16 rows"),
     ({**FEW, "total_q": 16, "window_left": 99, "seq_k": 8192}, "from 512 keys of a sequence"),
 ])  # fmt: skip
-def test_what_the_core_is_faster_at_is_left_to_it(fields: dict[str, Any], why: str) -> None:
+def test_what_the_core_is_faster_at_is_left_to_it(fields, why):
     made = plan(problem(**fields), SM_90)
     assert made.path == "triton"
     assert why in " ".join(made.notes)
-    by_name = plan(problem(**fields), SM_90, settings=Settings(backend=VARIANT.name))
-    assert by_name.path == VARIANT.name
+    assert plan(problem(**fields), SM_90, settings=Settings(backend=VARIANT.name)).path == VARIANT.name
 
 
 @pytest.mark.parametrize(
@@ -119,13 +115,13 @@ def test_what_the_core_is_faster_at_is_left_to_it(fields: dict[str, Any], why: s
     ],
     ids=str,
 )  # fmt: skip
-def test_what_it_cannot_do_it_refuses_by_name(fields: dict[str, Any], reason: str) -> None:
+def test_what_it_cannot_do_it_refuses_by_name(fields, reason):
     with pytest.raises(PathUnavailable) as no:
         plan(problem(**fields), SM_90, settings=Settings(backend=VARIANT.name))
     assert no.value.rejected[-1].reason == reason
 
 
-def seen(p: Problem) -> Signature:
+def seen(p):
     pytest.importorskip("triton.experimental.gluon")
     (one,) = signatures(VARIANT, meta_call(p))
     return one
@@ -147,7 +143,7 @@ def seen(p: Problem) -> Signature:
     ids=str,
 )
 @pytest.mark.parametrize("page_layout", ["phd", "hpd"])
-def test_a_load_never_crosses_the_end_of_a_page(fields: dict[str, Any], block: list[int], page_layout: str) -> None:
+def test_a_load_never_crosses_the_end_of_a_page(fields, block, page_layout):
     one = seen(problem(**fields, page_layout=page_layout))
     for name in ("k_desc", "v_desc"):
         assert one.types[name].startswith(f"tensordesc<bf16{block},NVMMASharedLayout(")
@@ -158,7 +154,7 @@ def test_a_load_never_crosses_the_end_of_a_page(fields: dict[str, Any], block: l
 @pytest.mark.parametrize(
     ("heads_q", "heads_k", "together"), [(32, 8, 4), (8, 8, 1), (12, 2, 2), (10, 2, 1), (64, 1, 64), (128, 1, 64)]
 )
-def test_heads_of_one_key_head_share_tiles(heads_q: int, heads_k: int, together: int) -> None:
+def test_heads_of_one_key_head_share_tiles(heads_q, heads_k, together):
     p = problem(MIXED, heads_q=heads_q, heads_k=heads_k)
     assert heads_of(p) == together
     one = seen(p)
@@ -167,14 +163,14 @@ def test_heads_of_one_key_head_share_tiles(heads_q: int, heads_k: int, together:
     assert heads_of(problem(op="attention", page_size=0, heads_q=heads_q, heads_k=heads_k)) == 1
 
 
-def test_lengths_of_queries_in_a_batch_are_the_batch_s() -> None:
+def test_lengths_of_queries_in_a_batch_are_the_batch_s():
     one = seen(CHUNKS)
     assert (one.constants["VARYING"], one.constants["lengths_q"]) == ("padded_k", None)
     assert one.types["page_table"] == one.types["lengths_k"] == "*i32"
     assert one.types["table_stride"] == "i32"
 
 
-def test_without_pages_the_kernel_has_none_of_it() -> None:
+def test_without_pages_the_kernel_has_none_of_it():
     """Its arguments are constants, so that the code is what it was."""
     one = seen(problem(op="attention", page_size=0, seqlens_k=False))
     assert (one.constants["page_table"], one.constants["table_stride"]) == (None, None)
@@ -186,9 +182,7 @@ def test_without_pages_the_kernel_has_none_of_it() -> None:
 GROWTHS = (0.0, 0.7, 3.0, 7.9, 8.1, 40.0)
 
 
-def _attention(
-    scores: np.ndarray[Any, Any], values: np.ndarray[Any, Any], reference: Any
-) -> tuple[Any, Any, int, float]:
+def _attention(scores, values, reference):
     """Tiles of 16 keys, from the last to the first, with weights relative to `reference`: the results, the LSEs in
     powers of 2, how often an accumulator's row was rescaled, and the largest weight."""
     rows, keys = scores.shape
@@ -211,7 +205,7 @@ def _attention(
 
 
 @pytest.mark.parametrize("growth", GROWTHS)
-def test_the_result_is_the_same_and_weights_stay_small(monkeypatch: pytest.MonkeyPatch, growth: float) -> None:
+def test_the_result_is_the_same_and_weights_stay_small(monkeypatch, growth):
     """The kernel's own choice of the reference, on plain numbers."""
     rescaling = pytest.importorskip("portattn.backends.cuda.hopper_forward.fragments")
     monkeypatch.setattr(rescaling, "gl", SimpleNamespace(where=np.where))
@@ -243,12 +237,9 @@ FORMS = [("ragged", 64, "bottom_right", True), ("plain", 128, "none", False), ("
 
 @pytest.mark.compiles
 @pytest.mark.parametrize(("form", "head_dim", "causal", "late"), FORMS, ids=str)
-def test_a_warp_without_growth_leaves_its_accumulator_alone(
-    gluon_compiler: Worker, gluon_target: Target, form: str, head_dim: int, causal: str, late: bool
-) -> None:
+def test_a_warp_without_growth_leaves_its_accumulator_alone(gluon_compiler, gluon_target, form, head_dim, causal, late):
     p = forms_problem(form, head_dim, causal)
-    chosen = variant.choice(p)
-    schedule = msgspec.structs.replace(chosen.schedule, lazy=True, late=late)
+    schedule = msgspec.structs.replace(variant.choice(p).schedule, lazy=True, late=late)
     signature, *_ = signatures(ScheduledVariant(ForwardTunable(), schedule), meta_call(p))
     assert signature.constants["LAZY"] is True
     reply = compile_in(gluon_compiler, signature, plan_of(p, gluon_target), gluon_target, 120.0, "text")
@@ -270,9 +261,7 @@ def test_a_warp_without_growth_leaves_its_accumulator_alone(
 
 @pytest.mark.compiles
 @pytest.mark.parametrize(("form", "head_dim", "causal", "late"), FORMS[1:2], ids=str)
-def test_no_product_waits_for_the_branch(
-    gluon_compiler: Worker, gluon_target: Target, form: str, head_dim: int, causal: str, late: bool
-) -> None:
+def test_no_product_waits_for_the_branch(gluon_compiler, gluon_target, form, head_dim, causal, late):
     p = forms_problem(form, head_dim, causal)
     chosen = variant.choice(p)
     spilled = []
@@ -295,7 +284,7 @@ BACKWARD_PROBLEM = backward_problem(causal="bottom_right")
 
 
 @pytest.fixture
-def rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def rows(monkeypatch):
     """Entries that 3.8.0 was timed with, in front of those of 3.6.0."""
     source = Source(
         chip="NVIDIA H200", toolchain=NEWER, date=datetime.date(2026, 11, 24), measured=True,
@@ -311,13 +300,13 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "tuning", lambda: changed)
 
 
-def planned(problem: Problem, release: str) -> Plan:
+def planned(problem, release):
     made = plan(problem, parse_target("cuda:sm_90", release))
     assert made.path in ("gluon_forward", "gluon_backward"), made.explain()
     return made
 
 
-def timed(made: Plan) -> list[str]:
+def timed(made):
     return [note for note in made.notes if note.startswith("chosen by times with")]
 
 
@@ -325,7 +314,7 @@ def timed(made: Plan) -> list[str]:
 @pytest.mark.parametrize(
     ("problem", "flags"), [(FORWARD_PROBLEM, FORWARD), (BACKWARD_PROBLEM, BACKWARD)], ids=["forward", "backward"]
 )
-def test_a_release_has_rows_of_its_own(problem: Problem, flags: dict[str, int]) -> None:
+def test_a_release_has_rows_of_its_own(problem, flags):
     old, new, newest = (planned(problem, f"triton=={version}") for version in ("3.6.0", "3.8.0", "3.9.0"))
     assert {name: new.schedule[name] for name in flags} == flags
     assert {name: old.schedule[name] for name in flags} != flags
@@ -340,13 +329,11 @@ def test_a_release_has_rows_of_its_own(problem: Problem, flags: dict[str, int]) 
 
 @pytest.mark.usefixtures("rows")
 @pytest.mark.parametrize("problem", [FORWARD_PROBLEM, BACKWARD_PROBLEM], ids=["forward", "backward"])
-def test_what_is_launched_is_what_the_plan_says(problem: Problem) -> None:
+def test_what_is_launched_is_what_the_plan_says(problem):
     pytest.importorskip("triton.experimental.gluon")
     for release in ("3.6.0", "3.8.0"):
         made = planned(problem, f"triton=={release}")
-        found = variant_of(made)
-        assert found is not None
-        (main,) = (s for s in signatures(found, meta_call(problem)) if s.function in MAIN)
+        (main,) = (s for s in signatures(variant_of(made), meta_call(problem)) if s.function in MAIN)
         assert (main.constants["KEYS"], main.constants["STAGES"]) == (made.schedule["keys"], made.schedule["stages"])
 
 
@@ -354,7 +341,7 @@ MAIN = ("scheduled_forward", "scheduled_backward")
 
 
 @pytest.mark.parametrize("release", ["3.6.0", "3.7.1", "3.8.0", "3.9.0", "3.10.0"])
-def test_every_backward_has_a_schedule(release: str) -> None:
+def test_every_backward_has_a_schedule(release):
     toolchain = Toolchain.parse(f"triton=={release}")
     for dim, causal, left, deterministic, rows in itertools.product(
         (8, 64, 72, 128, 136, 256), ("none", "bottom_right", "top_left"), (-1, 40), (False, True), (333, 8192)
@@ -373,7 +360,7 @@ def test_every_backward_has_a_schedule(release: str) -> None:
         assert bool(timed_with) is (not deterministic or dim > 128)
 
 
-def test_nothing_runs_without_a_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_runs_without_a_schedule(monkeypatch):
     shipped = schedules.tuning()
     bare = msgspec.structs.replace(shipped, entry=tuple(e for e in shipped.entry if e.kernel != "gluon_backward"))
     monkeypatch.setattr(schedules, "tuning", lambda: bare)
@@ -381,14 +368,14 @@ def test_nothing_runs_without_a_schedule(monkeypatch: pytest.MonkeyPatch) -> Non
         backward.choice(BACKWARD_PROBLEM, TIMED_WITH)
 
 
-def test_a_variant_is_asked_for_a_compiler() -> None:
+def test_a_variant_is_asked_for_a_compiler():
     made = variant.ForwardVariant()
     assert made.for_toolchain(TIMED_WITH) is made
     other = made.for_toolchain(Toolchain.parse(NEWER))
     assert (other.name, other.toolchain) == (made.name, Toolchain.parse(NEWER))
 
 
-def test_what_was_timed_takes_the_entry_that_says_so() -> None:
+def test_what_was_timed_takes_the_entry_that_says_so():
     """An entry behind another that holds for the same problems would never be used, whatever was timed for it."""
     found = schedules.tuning()
     seen = 0
@@ -408,7 +395,7 @@ def test_what_was_timed_takes_the_entry_that_says_so() -> None:
 
 
 @pytest.mark.parametrize("release", ["3.6.0", "3.7.1", "3.8.0", "3.9.0"])
-def test_gradients_of_grouped_heads_and_repeatable_ones_have_no_release_of_their_own(release: str) -> None:
+def test_gradients_of_grouped_heads_and_repeatable_ones_have_no_release_of_their_own(release):
     """Which blocks add to dQ at a time depends on both, and neither was searched by release."""
     toolchain, before = Toolchain.parse(f"triton=={release}"), Toolchain.parse("triton==3.6.0")
     for dim, causal, rows, (heads_k, repeats) in itertools.product(

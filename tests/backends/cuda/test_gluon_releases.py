@@ -20,9 +20,7 @@ from portattn.config import Settings
 from portattn.planning.backend import Variant
 from portattn.planning.planner import plan
 from portattn.planning.registry import Registry
-from portattn.schema.target import Target
-from portattn.tools.matrix import variants
-from portattn.worker.client import Worker
+from portattn.testing import findings
 
 TRITONS = triton_folders()
 HERE = Path(__file__).parent
@@ -76,11 +74,11 @@ ASKED = {name: Settings(backend=name) for name in ("gluon_forward_fp8", "gluon_f
 MOST_SPILLED = 128  # bytes a thread; docs/performance/hopper-forward.md has what each release spills
 
 
-def test_each_kernel_has_a_form() -> None:
+def test_each_kernel_has_a_form():
     assert {name for name, _, _ in FORMS.values()} == set(VARIANTS)
 
 
-def test_the_names_of_a_release(release: str, tmp_path: Path) -> None:
+def test_the_names_of_a_release(release, tmp_path):
     pytest.importorskip("triton.experimental.gluon")
     found = run(str(HERE / "gluon_names_child.py"), tmp_path, TRITONS[release])
     assert Version(found.pop("triton")).base_version == release
@@ -89,27 +87,27 @@ def test_the_names_of_a_release(release: str, tmp_path: Path) -> None:
 
 @pytest.mark.compiles
 @pytest.mark.parametrize("form", FORMS)
-def test_a_release_compiles_them(release_compiler: Worker, release_target: Target, form: str) -> None:
+def test_a_release_compiles_them(release_compiler, release_target, form):
     pytest.importorskip("triton.experimental.gluon")
     name, problem, functions = FORMS[form]
     variant = VARIANTS[name]
     made = plan(problem, release_target, settings=ASKED.get(name, Settings()))
     assert made.path == name
-    kernels, failed, _ = variants.compile_variant(variant, made, release_target, release_compiler, 240.0)
+    kernels, failed, _ = findings.compile_variant(variant, made, release_target, release_compiler, 240.0)
     assert failed is None, failed
     assert tuple(kernel.function for kernel in kernels) == functions
     for kernel in kernels:
         assert "serialized_wgmma" not in kernel.facts, kernel.function
         assert kernel.facts["spills"] <= MOST_SPILLED, kernel.function
-    assert variants.broken(variants.check(variant, problem, release_target, kernels)) == []
-    for signature in variants.launches(variant, problem):
+    assert findings.broken_gates(findings.check_variant(variant, problem, release_target, kernels)) == []
+    for signature in findings.variant_launches(variant, problem):
         if signature.function.startswith(("scheduled_", "latent_")):
             reply = compile_in(release_compiler, signature, made, release_target, 240.0, "text")
             gluon_ptx.assert_synchronised(str(reply.facts["ptx"]))
 
 
 @pytest.mark.compiles
-def test_a_release_launches_them_with_the_tensor_maps_that_it_makes_itself(release: str, tmp_path: Path) -> None:
+def test_a_release_launches_them_with_the_tensor_maps_that_it_makes_itself(release, tmp_path):
     """By native.c, by Python, and by Triton: the driver's library records what it is given."""
     found = run("differing_child.py", tmp_path, TRITONS[release], "maps")
     assert Version(found["triton"]).base_version == release
@@ -135,7 +133,7 @@ PTX = """
         ("mbarrier.arrive.expect_tx.shared.b64 _, [%r9], 8;", 2, False), ("bar.sync 0, 128;", 5, False),
     ],
 )  # fmt: skip
-def test_what_is_not_synchronised_is_seen(bar: str, number: int, right: bool) -> None:
+def test_what_is_not_synchronised_is_seen(bar, number, right):
     ptx = PTX.format(bar=bar, number=number)
     if right:
         gluon_ptx.assert_synchronised(ptx)

@@ -5,14 +5,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from portattn import Plan, Problem
+from portattn import Problem
 from portattn.compile.ensure_compiled import compile_in
-from portattn.launch.kernelcall import KernelCall, meta_call
+from portattn.launch.kernelcall import meta_call
 from portattn.launch.run import kernel_calls
 from portattn.planning.planner import plan
 from portattn.planning.registry import parse_target
-from portattn.schema.target import Target
-from portattn.worker.client import Worker
 
 CORES = 132
 MOST_SPILLED = 32  # bytes a thread: tiles of 128 keys have 255 registers; 3.7.1 and 3.8.0 spill 24, the others nothing
@@ -28,7 +26,7 @@ FORMS = {
 }
 
 
-def launches(problem: Problem, target: Target) -> tuple[Plan, list[KernelCall]]:
+def launches(problem, target):
     made = plan(problem, target)
     assert made.path == "triton"
     assert made.lowering.warps == "apart"
@@ -37,7 +35,7 @@ def launches(problem: Problem, target: Target) -> tuple[Plan, list[KernelCall]]:
 
 @pytest.mark.compiles
 @pytest.mark.parametrize("form", FORMS)
-def test_a_release_compiles_it(release_compiler: Worker, release_target: Target, form: str) -> None:
+def test_a_release_compiles_it(release_compiler, release_target, form):
     """Into asynchronous copies and whole matrices from shared memory; a split lets the merging begin."""
     made, (first, *merging) = launches(FORMS[form], release_target)
     assert bool(merging) == (form in ("split", "short"))
@@ -51,7 +49,7 @@ def test_a_release_compiles_it(release_compiler: Worker, release_target: Target,
     assert "ldmatrix" in ptx
 
 
-def test_the_merging_kernel_has_programs_for_parts_of_a_row() -> None:
+def test_the_merging_kernel_has_programs_for_parts_of_a_row():
     _, (first, merging) = launches(FORMS["split"], parse_target("cuda:sm_90", "triton==3.6.0"))
     assert (first.function, first.constexprs["FOLLOWED"]) == ("warps_apart", True)
     assert (merging.function, merging.constexprs["DEPENDENT"]) == ("combine", True)
@@ -64,7 +62,7 @@ def test_the_merging_kernel_has_programs_for_parts_of_a_row() -> None:
 @pytest.mark.parametrize(
     "fields", [{"softcap": True}, {"window_left": 100}, {"mask": True}, {"dtype": "fp32"}], ids=str
 )
-def test_what_it_does_not_take_runs_joint(fields: dict[str, Any]) -> None:
+def test_what_it_does_not_take_runs_joint(fields):
     made = plan(Problem(**ONE | fields, seq_k=4096), parse_target("cuda:sm_90", "triton==3.6.0"))
     assert made.lowering.warps == "joint"
 
@@ -88,7 +86,7 @@ JOINT_380 = "32 rows, 256 keys"
 
 @pytest.mark.compiles
 @pytest.mark.parametrize("form", DENSE)
-def test_a_release_compiles_small_float32(release_compiler: Worker, release_target: Target, form: str) -> None:
+def test_a_release_compiles_small_float32(release_compiler, release_target, form):
     """Into products of bfloat16 parts, without a loop: six for the scores, and six for the values."""
     release = str(release_target.toolchain)
     if form == JOINT_380 and "3.8" in release:
@@ -103,8 +101,7 @@ def test_a_release_compiles_small_float32(release_compiler: Worker, release_targ
     # A warp's products in instructions of 16 x 8 x 16.
     columns, each = DENSE[form].head_dim, made.launch.block_n // made.launch.num_warps
     products = 2 * 6 * (made.launch.block_m // 16) * (columns // 16) * (each // 8)
-    ptx = str(reply.facts["ptx"])
-    assert ptx.count("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32") == products
+    assert str(reply.facts["ptx"]).count("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32") == products
 
 
 # What each problem of float32 may be asked for beside its sizes.
@@ -119,7 +116,7 @@ ASKED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("asked", ASKED)
 @pytest.mark.parametrize("form", DENSE)
-def test_what_it_does_not_take_has_no_schedule_of_it(form: str, asked: str) -> None:
+def test_what_it_does_not_take_has_no_schedule_of_it(form, asked):
     """Its tiles are none for warps that share products: the plan has another entry, and no limit has to step in."""
     made = plan(msgspec.structs.replace(DENSE[form], **ASKED[asked]), parse_target("cuda:sm_90", "triton==3.6.0"))
     assert made.lowering.warps == "joint"
@@ -131,5 +128,5 @@ def test_what_it_does_not_take_has_no_schedule_of_it(form: str, asked: str) -> N
     "fields", [{"leftpad_k": True}, {"sinks": True}, {"needs_grad": True, "return_lse": True}], ids=str
 )
 @pytest.mark.parametrize("form", DENSE)
-def test_what_it_takes_beside_sizes(form: str, fields: dict[str, Any]) -> None:
+def test_what_it_takes_beside_sizes(form, fields):
     launches(msgspec.structs.replace(DENSE[form], **fields), parse_target("cuda:sm_90", "triton==3.9.0"))

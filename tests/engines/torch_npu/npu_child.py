@@ -1,5 +1,5 @@
-"""The real torch_npu in a process of its own: portattn's calls go through its registered schemas and autograd formulas.
-The kernels beneath them are the stand-in's, on the CPU. Prints one line of JSON: the finding of each case."""
+"""The real torch_npu in a process of its own: portattn's calls go through its registered schemas, autograd formulas and
+meta functions. The kernels beneath them are vendor_kernels.py's, on the CPU. Prints one line of JSON, its findings."""
 
 from __future__ import annotations
 
@@ -8,21 +8,18 @@ import json
 import os
 from typing import Any
 
-import msgspec
 import torch
 import torch_npu
-from oracle64 import LOSSES, gradients, oracle, random_call
-from recorded_torch_npu import RecordedTorchNpu, fusion_gradients, seen_keys
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map, tree_map_only
+from vendor_cases import CASES, LOSSES, TOLERANCE, case, error, exact_gradients, loss_of, trained
+from vendor_kernels import KERNELS, SCHEMAS, bind
 
-from portattn.backends.ascend import AscendBackend, NpuFusedInferAttentionScore, NpuFusionAttention
-from portattn.schema.problem import Problem
+from portattn.backends.ascend import AscendBackend
+from portattn.planning.registry import parse_target
+from portattn.testing.oracle import oracle
 
-BASE = Problem(
-    batch=2, heads_q=4, heads_k=2, seq_q=5, seq_k=7, head_dim=16, head_dim_v=16, dtype="fp32", return_lse=True,
-    needs_grad=True,
-)  # fmt: skip
+differences: list[str] = []  # results of kernels whose shapes or dtypes the vendor's meta functions give otherwise
 
 
 class NpuTensor(torch.Tensor):
@@ -38,6 +35,9 @@ class NpuTensor(torch.Tensor):
         made.numbers = numbers
         return made
 
+    def tolist(self) -> Any:
+        return self.numbers.tolist()
+
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return run_on_cpu(function, args, kwargs or {})
@@ -51,14 +51,14 @@ class NpuFactories(TorchDispatchMode):
 
 
 def run_on_cpu(function: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operator beneath autograd: torch's on the CPU, torch_npu's by the stand-in."""
+    """Run an operator beneath autograd: torch's on the CPU, torch_npu's by vendor_kernels.py."""
     args, kwargs = tree_map(on_cpu, args), tree_map(on_cpu, kwargs)
-    kernel = KERNELS.get(function._schema.name)
-    if kernel is None:
-        found = function(*args, **kwargs)
+    name = function._schema.name
+    if name in KERNELS:
+        found = KERNELS[name](**bind(function._schema, args, kwargs))
+        compare_with_meta(function, args, kwargs, found)
     else:
-        names = [argument.name for argument in function._schema.arguments]
-        found = kernel(**dict(zip(names, args, strict=False)), **kwargs)
+        found = function(*args, **kwargs)
     return tree_map_only(torch.Tensor, NpuTensor, found)
 
 
@@ -68,81 +68,81 @@ def on_cpu(value: Any) -> Any:
     return torch.device("cpu") if isinstance(value, torch.device) else value
 
 
-def fusion_attention_grad(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dy: torch.Tensor | None, *, scale_value: float = 1.0,
-    sparse_mode: int = 0, atten_mask: torch.Tensor | None = None, **_: Any,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    if dy is None:
-        raise RuntimeError("npu_fusion_attention_grad: dy is an undefined tensor")
-    seen = seen_keys(query, key, sparse_mode, atten_mask)
-    return *fusion_gradients(query, key, value, dy, scale_value, seen), torch.empty(0), torch.empty(0)
-
-
-STAND_IN = RecordedTorchNpu()
-KERNELS = {
-    "npu::npu_fusion_attention": STAND_IN.npu_fusion_attention, "npu::npu_fusion_attention_grad": fusion_attention_grad,
-    "npu::npu_fused_infer_attention_score": STAND_IN.npu_fused_infer_attention_score,
-}  # fmt: skip
-
-
-def error(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """The largest difference from a float64 result; infinities must be equal."""
-    numbers = on_cpu(found.detach()).double()
-    assert torch.equal(numbers.isinf(), exact.isinf())
-    return float((numbers - exact).nan_to_num(0.0).abs().max())
+def compare_with_meta(function: Any, args: Any, kwargs: Any, found: Any) -> None:
+    """Compare shapes and dtypes with the vendor's meta function, which gives None for a bias's gradient."""
+    there, named_there = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
+    try:
+        meta = function(*there, **named_there)
+    except TypeError as error:  # of the meta function's own
+        differences.append(f"{function._schema.name}: {error}")
+        return
+    for place, (ours, theirs) in enumerate(zip(found, meta, strict=True)):
+        if isinstance(theirs, torch.Tensor) and (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
+            named = f"{function._schema.name}[{place}]"
+            differences.append(f"{named}: {list(ours.shape)} {ours.dtype}, not {list(theirs.shape)} {theirs.dtype}")
 
 
 def on_npu(call: Any) -> Any:
-    tensors = {name: NpuTensor(getattr(call, name).detach()) for name in "qkv"}
-    return dataclasses.replace(call, **{name: t.requires_grad_(call.problem.needs_grad) for name, t in tensors.items()})
+    values = {field.name: getattr(call, field.name) for field in dataclasses.fields(call)}
+    moved = {name: NpuTensor(value.detach()) for name, value in values.items() if isinstance(value, torch.Tensor)}
+    for name in trained(call):
+        moved[name].requires_grad_(call.problem.needs_grad)
+    return dataclasses.replace(call, **moved)
 
 
-def fusion_errors(causal: str, loss: str) -> dict[str, float]:
-    """Errors of NpuFusionAttention: its results, and the gradients of a loss."""
-    call = random_call(msgspec.structs.replace(BASE, causal=causal))
-    exact = oracle(call)
-    there = on_npu(call)
+def errors(name: str, loss: str) -> dict[str, float]:
+    """Errors of a case: its results, and the gradients of a loss if it trains."""
+    path, call = case(name, 1)
+    wanted = exact_gradients(call, loss) if call.problem.needs_grad else {}
+    assert path.rejects(call.problem, parse_target("ascend:ascend910b2", toolchain="triton-ascend==3.2.0")) is None
+    there, exact = on_npu(call), oracle(call)
     with NpuFactories():
-        out, lse = NpuFusionAttention().run(there)
-    assert lse is not None
-    found = torch.autograd.grad(LOSSES[loss](out, lse), [there.q, there.k, there.v], allow_unused=True)
-    errors = {"out": error(out, exact[0]), "lse": error(lse, exact[1])}
-    for name, gradient, reference in zip("qkv", found, gradients(call, loss), strict=True):
-        errors[f"grad_{name}"] = float(reference.abs().max()) if gradient is None else error(gradient, reference)
-    return errors
+        out, lse = path.run(there)
+        gradients: tuple[Any, ...] = ()
+        if call.problem.needs_grad:
+            gradients = torch.autograd.grad(loss_of(loss, out, lse), [*trained(there).values()], allow_unused=True)
+    found = {"out": error(on_cpu(out.detach()), exact[0]), "lse": error(on_cpu(lse.detach()), exact[1])}
+    found["allowed"] = TOLERANCE[call.problem.dtype]  # of the output, rounded to the dtype
+    for (tensor, reference), gradient in zip(wanted.items(), gradients, strict=True):
+        given = torch.zeros_like(reference) if gradient is None else on_cpu(gradient)
+        found[f"grad_{tensor}"] = error(given, reference)
+    return found
 
 
-def formula_errors() -> dict[str, float]:
-    """Errors of the vendor's own gradients of q, with the LSE computed from its statistics by autograd."""
-    call = random_call(BASE)
-    there = on_npu(call)
+def formulas() -> dict[str, Any]:
+    """What the vendor's formulas alone give: errors of the gradients of q and of a sink, and a bias's gradient."""
+    _, call = case("sinks", 1)
+    there, heads, scale = on_npu(call), call.problem.heads_q, float(call.scale)
+    exact = {loss: exact_gradients(call, loss) for loss in LOSSES}
+    bias = NpuTensor(torch.zeros(1, heads, call.problem.seq_q, call.problem.seq_k)).requires_grad_()
+    found: dict[str, Any] = {}
     with NpuFactories():
         out, largest, total, *_ = torch_npu.npu_fusion_attention(
-            there.q, there.k, there.v, 4, "BNSD", scale=float(call.scale)
+            there.q, there.k, there.v, heads, "BNSD", scale=scale, sink=there.sinks
         )
-        lse = (largest + total.log())[..., 0]
-    (found,) = torch.autograd.grad(LOSSES["out and lse"](out, lse), there.q)
-    return {loss: error(found, gradients(call, loss)[0]) for loss in ("out", "out and lse")}
-
-
-def infer_errors(causal: str, seqlens_k: list[int] | None) -> dict[str, float]:
-    """Errors of NpuFusedInferAttentionScore's results."""
-    changes = {"causal": causal, "dtype": "fp16", "needs_grad": False, "seqlens_k": seqlens_k is not None}
-    call = random_call(msgspec.structs.replace(BASE, **changes), seqlens_k=seqlens_k)
-    there = on_npu(call)
-    with NpuFactories():
-        out, lse = NpuFusedInferAttentionScore().run(there)
-    assert lse is not None
-    exact, exact_lse = oracle(call)
-    return {"out": error(out, exact), "lse": error(lse, exact_lse)}
+        for loss in ("out", "out and lse"):
+            value = loss_of(loss, out, (largest + total.log())[..., 0])
+            gradients = torch.autograd.grad(value, [there.q, there.sinks], retain_graph=True)
+            for name, gradient in zip(("q", "sinks"), gradients, strict=True):
+                found[f"{loss}: {name}"] = error(on_cpu(gradient), exact[loss][name])
+        out = torch_npu.npu_fusion_attention_v2(
+            there.q, there.k, there.v, heads, "BNSD", scale=scale, pse=bias, pse_type=0
+        )[0]
+        (through,) = torch.autograd.grad(out.square().sum(), bias)
+    operands = [tensor.detach().to("meta") for tensor in (call.q, call.k, call.v, call.q)]
+    meta = torch.ops.npu.npu_fusion_attention_grad(*operands, heads, "BNSD", pse=bias.numbers.to("meta"))
+    return found | {"bias by the kernel alone": bool(on_cpu(through).isnan().all()), "bias by meta": repr(meta[3])}
 
 
 def main() -> None:
-    kinds = ("none", "top_left", "bottom_right")
     found = {
-        "version": torch_npu.__version__, "arch": AscendBackend().detect(0), "formula": formula_errors(),
-        "fusion": {f"{causal}, {loss}": fusion_errors(causal, loss) for causal in kinds for loss in LOSSES},
-        "infer": {f"{causal}, {keys}": infer_errors(causal, keys) for causal in kinds for keys in (None, [7, 3])},
+        "version": torch_npu.__version__, "arch": AscendBackend().detect(0), "formulas": formulas(),
+        "schemas": [str(getattr(torch.ops.npu, n.removeprefix("npu::")).default._schema) for n in SCHEMAS],
+        "cases": {
+            f"{name}: {loss}": errors(name, loss) for name in CASES
+            for loss in (LOSSES if "needs_grad" in CASES[name][1] else LOSSES[:1])
+        },
+        "differences": sorted(set(differences)),
     }  # fmt: skip
     print(json.dumps(found), flush=True)
 

@@ -17,7 +17,7 @@ from portattn.integrations.pytest_plugin import session
 from portattn.schema.toolchain import installed_toolchain
 from portattn.testing import executor
 from portattn.tools.compare import verdict  # noqa: F401
-from portattn.tools.matrix import baseline  # noqa: F401
+from portattn.tools.matrix import results  # noqa: F401
 
 if importlib.util.find_spec("triton") is not None:
     importlib.import_module("triton")

@@ -1,19 +1,17 @@
 """Conformance cases: cells of the matrix as tests, with a compiler that fails as it is told (tests/planted.py)."""
 
 import datetime
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 from handmade import make_cell, make_run
-from pytest_runs import Runner
 
 from portattn.integrations.pytest_plugin.session import slug
 from portattn.schema.toolchain import installed_toolchain
-from portattn.tools.matrix import baseline, provenance, select
+from portattn.tools.matrix import provenance, select
 from portattn.tools.matrix.cells import Cell, snapshot
 from portattn.tools.matrix.problems import SETS
-from portattn.tools.matrix.results import Results
+from portattn.tools.matrix.results import Results, write_baseline
 from portattn.tools.matrix.run import Options, execute
 
 HERE = str(installed_toolchain())
@@ -30,7 +28,7 @@ spills_fail = pytest.mark.skipif(HERE != CHOSEN_WITH, reason=f"the tiles were ch
 
 @spills_fail
 @pytest.mark.usefixtures("planted_compiler")
-def test_each_case_ends_as_its_cell(pytester: pytest.Pytester, inner: Runner) -> None:
+def test_each_case_ends_as_its_cell(pytester, inner):
     result = inner(
         SELECTED, "--portattn-target=sm_80,sm_89", "--portattn-target", "sm_100,sm_120", "--junit-xml=out.xml", "-rfpP"
     )
@@ -62,12 +60,12 @@ def test_each_case_ends_as_its_cell(pytester: pytest.Pytester, inner: Runner) ->
     assert told["portattn_level"] == "compiles"
 
 
-def test_cases_are_chosen_like_tests(pytester: pytest.Pytester, inner: Runner) -> None:
+def test_cases_are_chosen_like_tests(pytester, inner):
     """Nothing is compiled to collect them, and they stand beside other tests."""
     pytester.makepyfile(test_it="def test_dense(): pass")
     common = ["--collect-only", "-q", "--portattn-target=sm_90,gfx942"]
 
-    def ids(*arguments: str) -> list[str]:
+    def ids(*arguments):
         result = inner(*common, *arguments)
         assert result.ret == 0
         return [line for line in result.outlines if "::" in line]
@@ -88,13 +86,13 @@ def test_cases_are_chosen_like_tests(pytester: pytest.Pytester, inner: Runner) -
     assert ids(named, "test_it.py", every[0]) == ["test_it.py::test_dense", every[0]]
 
 
-def test_ids_are_distinct() -> None:
+def test_ids_are_distinct():
     for problems in SETS.values():
         names = [named.name for named in problems()]
         assert len({slug(name) for name in names}) == len(names)
 
 
-def test_a_toolchain_that_is_not_here_is_skipped_or_red(inner: Runner) -> None:
+def test_a_toolchain_that_is_not_here_is_skipped_or_red(inner):
     common = (SELECTED, "--portattn-target=sm_90", "--portattn-toolchain=triton==3.3.0", "portattn::")
     lacks = "not compiled here: triton==3.3.0: its lab environment is not there"
     hint = f"{lacks}; `portattn lab create triton==3.3.0` makes it"
@@ -106,25 +104,25 @@ def test_a_toolchain_that_is_not_here_is_skipped_or_red(inner: Runner) -> None:
     result.stdout.fnmatch_lines([f"not_run: {hint}"])
 
 
-def test_a_chip_of_this_machine_runs_the_call(inner: Runner) -> None:
+def test_a_chip_of_this_machine_runs_the_call(inner):
     result = inner(SELECTED, "--portattn-target=cpu", "portattn::", "-rP")
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(["runs (reference numbers on this CPU, not a chip's)", "path: sdpa"])
 
 
-def kept(path: Path, planted: str) -> str:
+def kept(path, planted):
     """A baseline of the case on sm_100 and gfx942, as a run makes it."""
     specs = select.specs(select.problems("quick", [NAME]), select.targets(["sm_100", "gfx942"], []))
     options = Options(pythons={HERE: planted}, left_out=("emulated",))
     cells: list[Cell] = []
     execute(specs, options, cells.append)
     made = provenance.this_run(specs, "quick", "a test", (), {HERE: planted})
-    text = baseline.write(snapshot(made, sorted(cells, key=lambda cell: cell.index), "a test"))
+    text = write_baseline(snapshot(made, sorted(cells, key=lambda cell: cell.index), "a test"))
     path.write_text(text, encoding="utf-8")
     return text
 
 
-def test_what_a_baseline_has_must_not_be_lost(pytester: pytest.Pytester, inner: Runner, planted_compiler: str) -> None:
+def test_what_a_baseline_has_must_not_be_lost(pytester, inner, planted_compiler):
     path = pytester.path / "baseline.toml"
     text = kept(path, planted_compiler)
     common = (SELECTED, "--portattn-target=sm_100,gfx942", "--portattn-baseline=baseline.toml", "portattn::")

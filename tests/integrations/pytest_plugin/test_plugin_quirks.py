@@ -1,12 +1,10 @@
 """The marker `portattn_quirk`: a test must fail where a quirk applies, for the quirk's reason, and nowhere else."""
 
 import os
-from pathlib import Path
 
 import pytest
 import quirk_files
 from backend_packages import install
-from pytest_runs import Runner
 
 from portattn.planning.registry import Registry
 
@@ -21,7 +19,7 @@ TARGETS = ("--portattn-target=sm_90,gfx942",)
 
 
 @pytest.fixture
-def planted_quirk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def planted_quirk(tmp_path, monkeypatch):
     """cuda-9000 applies to sm_90 with every Triton: `boom`."""
     folder = tmp_path / "quirks"
     path = quirk_files.plant(folder, "cuda-9000-planted", 'note = "x"', 'arch = ["sm_90"]', title="goes boom")
@@ -56,7 +54,7 @@ def test_a_marked_test(pytester, inner, body, outcomes, said):
 
 
 @pytest.mark.usefixtures("planted_quirk")
-def test_a_pass_names_the_command_that_looks(pytester: pytest.Pytester, inner: Runner) -> None:
+def test_a_pass_names_the_command_that_looks(pytester, inner):
     pytester.makepyfile(MARKED.format(body="pass"))
     result = inner("--portattn-target=sm_90", "--portattn-toolchain=triton==3.6.0", "--junit-xml=out.xml", "-rs")
     if result.parseoutcomes().get("skipped"):
@@ -70,7 +68,7 @@ def test_a_pass_names_the_command_that_looks(pytester: pytest.Pytester, inner: R
 
 
 @pytest.mark.usefixtures("planted_quirk")
-def test_a_failing_fixture_counts_and_a_failing_teardown_does_not(pytester: pytest.Pytester, inner: Runner) -> None:
+def test_a_failing_fixture_counts_and_a_failing_teardown_does_not(pytester, inner):
     pytester.makepyfile(
         """
         import pytest
@@ -139,7 +137,7 @@ def test_a_wrong_marker_is_one_line(pytester, inner, mark, fixture, said):
     result.stderr.fnmatch_lines([f"ERROR: test_it.py::test_marked: {said}"])
 
 
-def test_a_wrong_marker_under_xdist_is_told(pytester: pytest.Pytester, inner: Runner) -> None:
+def test_a_wrong_marker_under_xdist_is_told(pytester, inner):
     pytester.makepyfile("import pytest\n@pytest.mark.portattn_quirk('x')\ndef test_it(portattn_target): pass\n")
     result = inner("-n2", alone=True)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
@@ -175,7 +173,7 @@ PLAIN = """
 HEAVY = ("torch", "triton", "numpy", "msgspec", "portattn.schema", "portattn.planning", "portattn.tools")
 
 
-def test_a_run_without_its_options_imports_nothing_heavy(pytester: pytest.Pytester, inner: Runner) -> None:
+def test_a_run_without_its_options_imports_nothing_heavy(pytester, inner):
     pytester.makepyfile(
         PLAIN
         + f"""
@@ -190,20 +188,20 @@ def test_a_run_without_its_options_imports_nothing_heavy(pytester: pytest.Pytest
     result.stdout.no_fnmatch_line("*portattn:*")
 
 
-def test_it_can_be_left_out(pytester: pytest.Pytester, inner: Runner) -> None:
+def test_it_can_be_left_out(pytester, inner):
     pytester.makepyfile(PLAIN)
     inner("-p", "no:portattn").assert_outcomes(passed=2, xfailed=1)
     assert inner("-p", "no:portattn", "--portattn-target", "sm_90").ret == pytest.ExitCode.USAGE_ERROR
 
 
-def test_the_fixture_without_targets_says_what_it_needs(pytester: pytest.Pytester, inner: Runner) -> None:
+def test_the_fixture_without_targets_says_what_it_needs(pytester, inner):
     pytester.makepyfile("def test_it(portattn_target): pass")
     result = inner("-rs")
     result.assert_outcomes(skipped=1)
     result.stdout.fnmatch_lines(["*no --portattn-target says what to compile for"])
 
 
-def test_markers_are_registered(pytester: pytest.Pytester, inner: Runner) -> None:
+def test_markers_are_registered(pytester, inner):
     inner("--markers").stdout.fnmatch_lines(
         ["@pytest.mark.portattn_quirk(id): *", "@pytest.mark.portattn_conformance*"]
     )
@@ -242,18 +240,17 @@ def test_markers_are_registered(pytester: pytest.Pytester, inner: Runner) -> Non
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )  # fmt: skip
-def test_a_wrong_option_is_one_line(pytester: pytest.Pytester, inner: Runner, arguments: list[str], said: str) -> None:
+def test_a_wrong_option_is_one_line(pytester, inner, arguments, said):
     pytester.makepyfile(test_it="def test_it(): pass")
     deep, digits = "x = " + "[" * 3000 + "]" * 3000, f"x = {'9' * 5000}"
     pytester.makefile(".toml", broken="[[expected]", deep=deep, digits=digits)
     result = inner("-q", *arguments)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    errors = [line for line in result.errlines if line]
-    assert len(errors) == 1
+    assert len([line for line in result.errlines if line]) == 1
     result.stderr.fnmatch_lines([f"ERROR: {said}"])
 
 
-def test_a_wrong_id_under_xdist_is_one_line_before_a_worker_starts(pytester: pytest.Pytester, inner: Runner) -> None:
+def test_a_wrong_id_under_xdist_is_one_line_before_a_worker_starts(pytester, inner):
     pytester.makepyfile(test_it="def test_it(): pass")
     arguments = ("-n1", "--portattn-target=sm_90", "--portattn-conformance=decode*")
     result = inner(*arguments, "portattn::rocm:gfx942", alone=True)

@@ -189,8 +189,7 @@ class Latent(_Planned):
         tables = [ids[span] for span in spans(pages)]
         ckv, kpe = (pages_of(x[:, :, None], tables, lengths) for x in (ckv_cache, kpe_cache))
         keys = [torch.cat(pair, -1) for pair in zip(ckv, kpe, strict=True)]
-        out = attend_each(torch.cat([q_nope, q_pe], -1), spans(indptr), keys, ckv, *self.how)
-        return out
+        return attend_each(torch.cat([q_nope, q_pe], -1), spans(indptr), keys, ckv, *self.how)
 
 
 def flashinfer() -> dict[str, types.SimpleNamespace]:

@@ -124,9 +124,7 @@ def test_small_gradients_of_late_rows_are_seen(wrong):
     case = msgspec.structs.replace(DENSE, batch=1, heads_q=1, heads_k=1, seq_q=2048, seq_k=2048, head_dim=64)
     tensors = Tensors.random(case, CPU)
     good = right(case, tensors)
-    expected = gate.GradientGate(case, tensors)._expected
-    assert expected is not None
-    first, *_, last = expected.budgets[gate.NAMES[1 + wrong]]
+    first, *_, last = gate.GradientGate(case, tensors)._expected.budgets[gate.NAMES[1 + wrong]]
     assert 3 * last < first
     found = [x.clone() for x in good.run()]
     found[wrong][:, :, -128:] += 2.5 * last
@@ -234,8 +232,7 @@ def test_the_gradient_has_the_strides_of_the_result():
 
 
 def test_deterministic_mode_is_around_all_calls_and_is_taken_back():
-    tensors = Tensors.random(ORDERED, CPU)
-    leaves, seen = tensors.leaves(), []
+    leaves, seen = Tensors.random(ORDERED, CPU).leaves(), []
 
     class Told(torch.autograd.Function):
         @staticmethod

@@ -9,11 +9,11 @@ from benchfakes import LIMITS, FakeClock, a_result, figures, made, run_case
 from tiny import CASES, distinct
 
 import portattn
-from portattn.tools.bench import contenders, gate, goals, peers, releases, report
+from portattn.tools.bench import contenders, gate, peers, releases, report
 from portattn.tools.bench.cases import SETS
 from portattn.tools.bench.contenders import CORE, OURS, UNORDERED
-from portattn.tools.bench.goals import GOALS, goal_results
 from portattn.tools.bench.peers import PEERS
+from portattn.tools.bench.report import GOALS, goal_results
 from portattn.tools.bench.run import BenchOptions
 from portattn.tools.bench.tensors import Tensors
 
@@ -151,8 +151,8 @@ def test_goals_of_the_backward():
     )
     (verdict,) = goal_results(slow, [goal for goal in GOALS if UNORDERED in goal.against])
     assert verdict.status == "missed"
-    assert goals.rivals(rows[0], ("flex",))[0].name == "flex"
-    assert [f.name for f in goals.rivals(rows[-1])] == ["sdpa-flash", "sdpa-cudnn"]
+    assert report.rivals(rows[0], ("flex",))[0].name == "flex"
+    assert [f.name for f in report.rivals(rows[-1])] == ["sdpa-flash", "sdpa-cudnn"]
 
 
 @pytest.mark.interpreter

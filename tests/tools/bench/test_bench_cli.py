@@ -48,7 +48,7 @@ def test_bad_input(arguments, message):
 def test_without_a_device(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     called = bench("--set", "paged", "--set", "mla", "--json", exits=2)
-    assert "no CUDA or ROCm device" in json.loads(called.stdout)["error"]["message"]
+    assert "no device with events is here" in json.loads(called.stdout)["error"]["message"]
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: properties)
     monkeypatch.setattr("torch.cuda.empty_cache", lambda: None)
     monkeypatch.setattr(results, "this_target", lambda: "cuda:sm_90")
-    monkeypatch.setattr(rounds, "DeviceClock", lambda: fake)
+    monkeypatch.setattr(rounds, "DeviceClock", lambda device_type: fake)
     monkeypatch.setattr(firstcall, "measure", lambda case, index: firstcall.FirstCall(case=case.name, run=index))
 
     def on_the_cpu(set_, case, indices, device, *rest):
@@ -108,8 +108,7 @@ def test_backward_sets_are_timed_and_gone_on_with(tmp_path):
     assert len(left) == 3
     assert {"set": first[0]["set"], "case": first[0]["case"]["name"]} not in left
     assert left == json.loads((tmp_path / "bench.json").read_text())["left"]
-    again = bench(*chosen, *where, "--json", "--resume", exits=0)
-    told = json.loads(again.stdout)
+    told = json.loads(bench(*chosen, *where, "--json", "--resume", exits=0).stdout)
     assert told["rows"][0] == first[0]
     assert told["left"] == []
     cases = [case for name in ("backward18", "backward_more") for case in SETS[name] if chosen[5] in case.name]
@@ -134,8 +133,7 @@ def test_several_sets_with_a_budget_take_turns(tmp_path):
         "--set", "decode", "--set", "host", "--only", "B=1 H=32/8 S=1024" , "--set", "paged", "--peer", "none",
         "--budget", "1000", "--out", str(tmp_path), "--rounds", "1", exits=0,
     )  # fmt: skip
-    rows = results.read(tmp_path).rows
-    assert [row.set for row in rows] == ["decode", "paged", "paged", "paged"]
+    assert [row.set for row in results.read(tmp_path).rows] == ["decode", "paged", "paged", "paged"]
 
 
 @pytest.mark.usefixtures("device")
@@ -193,8 +191,7 @@ def test_a_run_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):
     assert "seed decode" in bench(*SEED, "--out", str(tmp_path), exits=130).stdout
     assert [row.name for row in results.read(tmp_path / "bench.json").rows] == ["seed decode"]
     monkeypatch.setattr(run, "run_cells", cells)
-    called = bench(*SEED, "--out", str(tmp_path), "--resume", "--json", exits=0)
-    told = json.loads(called.stdout)
+    told = json.loads(bench(*SEED, "--out", str(tmp_path), "--resume", "--json", exits=0).stdout)
     assert [(row["case"]["name"], row["run"]) for row in told["rows"]] == [("seed decode", 0), ("seed paged decode", 1)]
     assert len(told["runs"]) == 2
     again = bench(*SEED, "--out", str(tmp_path), "--resume", "--rounds", "9", exits=2)
@@ -234,8 +231,7 @@ def test_the_core_is_a_row_of_its_own_and_fails_where_it_cannot_run():
 
 @pytest.mark.usefixtures("device")
 def test_enqueue_times_alone():
-    called = bench("--set", "host", "--host", "--peer", "sdpa", "--json", exits=0)
-    told = json.loads(called.stdout)
+    told = json.loads(bench("--set", "host", "--host", "--peer", "sdpa", "--json", exits=0).stdout)
     assert told["runs"][0]["ceilings"] is None
     goals = {v["goal"]["name"]: v for v in told["goals"]}
     assert (goals["enqueue time, µs"]["status"], goals["enqueue time, µs"]["value"]) == ("met", 5.0)
@@ -249,8 +245,7 @@ def test_a_file_brings_a_peer(tmp_path):
         "from portattn.tools.bench.contenders import ours\n"
         "def contenders(case, t):\n    return {'seed': lambda: ours(case, t)}\n"
     )
-    called = bench(*SEED, "--peer-file", str(file), "--json", exits=0)
-    told = json.loads(called.stdout)
+    told = json.loads(bench(*SEED, "--peer-file", str(file), "--json", exits=0).stdout)
     assert told["rows"][0]["best_peer"] == "seed"
     assert told["runs"][0]["peers"] == {"seed": "here"}
     (tmp_path / "fa3.py").write_text(file.read_text())
@@ -300,8 +295,7 @@ def test_compare(tmp_path):
     saved(tmp_path / "c", ours=1.1)
     same = bench("compare", str(tmp_path / "a"), str(tmp_path / "b"), exits=0)
     assert "decode, portattn: +0.0% over 6 cells" in same.stdout
-    slower = bench("compare", str(tmp_path / "a"), str(tmp_path / "c"), "--json", exits=1)
-    told = json.loads(slower.stdout)
+    told = json.loads(bench("compare", str(tmp_path / "a"), str(tmp_path / "c"), "--json", exits=1).stdout)
     assert len(told["slower"]) == 6
     assert told["sets"][0]["change"] == pytest.approx(1 / 1.1)
     assert bench("compare", str(tmp_path / "a"), str(tmp_path / "c"), "--tolerance", "0.1").exit_code == 0

@@ -4,12 +4,11 @@ import msgspec
 import pytest
 from benchfakes import a_result, figures, host, made
 
-from portattn.tools.bench import goals, report
+from portattn.tools.bench import report
 from portattn.tools.bench.cases import SETS
 from portattn.tools.bench.firstcall import CASES as FIRST
 from portattn.tools.bench.firstcall import FirstCall
-from portattn.tools.bench.goals import GOALS, Goal, goal_results
-from portattn.tools.bench.report import document, summaries
+from portattn.tools.bench.report import GOALS, Goal, document, goal_results, summaries
 
 
 def dense18(*ratios, core=0.9):
@@ -100,7 +99,7 @@ def test_every_goal_names_sets_and_cells_that_there_are():
         assert goal.done is None or (goal.done <= goal.limit) != goal.at_most
     counts = {goal.name: len(goal.cells) for goal in GOALS}
     assert (counts["small, fp32"], counts["small, fp16"], counts["the seed's kernels, each"]) == (3, 3, 6)
-    assert goals.geomean([1.0, 4.0]) == pytest.approx(2.0)
+    assert report.geomean([1.0, 4.0]) == pytest.approx(2.0)
 
 
 def test_a_time_has_to_be_at_most():
@@ -159,8 +158,7 @@ def test_tables_hold_every_figure():
     assert "GEMM 800 TFLOP/s, copy 4.00 TB/s" in text
     assert "no result after 9 s" in text
     assert "| decode | best peer | every ≥ 1 |" in text
-    widths = {line.replace("\\|", "").count("|") for line in report.set_table([row]).splitlines()}
-    assert len(widths) == 1
+    assert len({line.replace("\\|", "").count("|") for line in report.set_table([row]).splitlines()}) == 1
     lines = report.as_csv(a_result(row)).splitlines()
     assert len(lines) == 4
     assert lines[3].split(",")[10:12] == ["flex", ""]

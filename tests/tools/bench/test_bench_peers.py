@@ -124,8 +124,7 @@ PACKAGES = {
 
 @pytest.mark.parametrize("name", PACKAGES)
 def test_packages_that_are_not_here_say_so(name):
-    adapter = PACKAGES[name][1]
-    assert adapter.absent() == f"no package {name} is installed"
+    assert PACKAGES[name][1].absent() == f"no package {name} is installed"
 
 
 @pytest.mark.parametrize("name", PACKAGES)
@@ -207,8 +206,7 @@ def test_a_file_can_be_a_peer(tmp_path):
     name, peer = peers.from_file(file)
     assert name == "seed"
     case = CASES["seed decode"]
-    found = peers.contenders(case, Tensors.random(case, CPU), (), {name: peer})
-    assert set(found) == {"seed"}
+    assert set(peers.contenders(case, Tensors.random(case, CPU), (), {name: peer})) == {"seed"}
     assert peers.presence((), {name: peer}) == {"seed": "here"}
     assert peers.contenders(CASES["host decode"], Tensors.random(case, CPU), (), {name: peer}) == {}
 

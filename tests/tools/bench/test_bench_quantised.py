@@ -12,9 +12,8 @@ from portattn.schema.tensors import CACHE_DTYPE
 from portattn.tools.bench import gate, peers
 from portattn.tools.bench.cases import SETS
 from portattn.tools.bench.contenders import OURS, PREPARED, Contender, ours, plan_of
-from portattn.tools.bench.goals import GOALS, goal_results
 from portattn.tools.bench.plots import panels
-from portattn.tools.bench.report import as_markdown
+from portattn.tools.bench.report import GOALS, as_markdown, goal_results
 from portattn.tools.bench.run import BenchOptions
 from portattn.tools.bench.tensors import Tensors
 
@@ -94,15 +93,13 @@ def test_a_wrong_scale_is_refused(case):
         "keys' scales for values": lambda: ours(case, replace(tensors, v_scale=2 * tensors.k_scale)),
         "the numbers themselves": lambda: ours(case, replace(tensors, v_scale=torch.ones_like(tensors.v_scale))),
     }  # fmt: skip
-    admitted = gate.admit(case, tensors, builds)
-    assert set(admitted.refused) == set(builds) - {"right"}
+    assert set(gate.admit(case, tensors, builds).refused) == set(builds) - {"right"}
 
 
 def test_who_takes_part(case):
     """FlashAttention, SDPA and the like read no such cache; a file's peer is asked whatever the case is."""
     tensors = Tensors.random(case, CPU)
-    found = peers.contenders(case, tensors)
-    assert set(found) == {"unquantised"}
+    assert set(peers.contenders(case, tensors)) == {"unquantised"}
     assert "unquantised" not in peers.contenders(case.unquantised(), tensors.unquantised())
     assert plan_of(case, tensors).problem.kv_format == case.kv_format
 

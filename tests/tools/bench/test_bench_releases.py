@@ -104,8 +104,7 @@ def test_releases_take_turns_and_are_compared(tmp_path, copy, faults):
     moments = sorted((float(at), name) for at, name, _ in map(str.split, (tmp_path / "turns").open()))
     pairs = list(zip(moments[::2], moments[1::2], strict=True))
     assert all(begun[1] == ended[1] for begun, ended in pairs)
-    order = [begun[1] for begun, _ in pairs]
-    assert sum(a != b for a, b in itertools.pairwise(order)) >= 4
+    assert sum(a != b for a, b in itertools.pairwise([begun[1] for begun, _ in pairs])) >= 4
     text = bench(*SEED, *own(copy), "--out", str(out)).stdout
     assert "99.0.0" in text
     assert "Goals" in text
@@ -118,8 +117,7 @@ def test_releases_take_turns_and_are_compared(tmp_path, copy, faults):
 def test_who_does_not_start_is_named_and_the_others_are_timed(tmp_path, copy, faults):
     faults["99.0.0"] = {"start": "libtriton.so: no such symbol"}
     out = tmp_path / "out"
-    called = bench(*SEED, *own(copy), "--out", str(out), "--json", exits=1)
-    told = json.loads(called.stdout)
+    told = json.loads(bench(*SEED, *own(copy), "--out", str(out), "--json", exits=1).stdout)
     assert ["libtriton.so: no such symbol" in one["failed"] for one in told["releases"]] == [False, True]
     assert all(list(case["releases"]) == [OWN.version] for case in told["cases"])
     assert len(told["cases"]) == 4
@@ -147,8 +145,7 @@ def test_another_release_than_was_named_is_not_timed(copy, faults):
 def test_a_case_that_fails_in_one_release_is_measured_with_the_others(monkeypatch, copy, faults, fault, first, second):
     monkeypatch.setattr(releases, "TURN_S", 3.0)
     faults["99.0.0"] = fault
-    called = bench(*SEED, *own(copy), "--json", exits=1)
-    told = json.loads(called.stdout)
+    told = json.loads(bench(*SEED, *own(copy), "--json", exits=1).stdout)
     of = {case["case"]: case for case in told["cases"] if case["contender"] == "portattn"}
     broken = of["seed decode"]["releases"]
     assert first in broken["99.0.0"]["refused"]
@@ -247,8 +244,7 @@ def test_who_does_not_start_again_keeps_its_figures(out, copy, faults):
     once = json.loads((out / "releases.json").read_text())
     before = contents(out / "99.0.0")
     faults["99.0.0"] = {"start": "no such symbol"}
-    called = bench(*SHORT, *own(copy), "--out", str(out), "--resume", "--json", exits=1)
-    told = json.loads(called.stdout)
+    told = json.loads(bench(*SHORT, *own(copy), "--out", str(out), "--resume", "--json", exits=1).stdout)
     assert told["cases"] == once["cases"]
     assert ["no such symbol" in one["failed"] for one in told["releases"]] == [False, True]
     assert told["releases"][1]["date"]

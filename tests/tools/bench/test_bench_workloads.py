@@ -2,8 +2,6 @@
 
 import json
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import click.testing
@@ -19,28 +17,28 @@ TREE = ("--set", "engines", "--only", "masks: tree")
 DENSE = ("--set", "engines", "--only", "flash_attn: flash_attn_func 16 x 512")
 
 
-def bench(*arguments: str) -> Any:
+def bench(*arguments):
     return click.testing.CliRunner().invoke(main, ["bench", *arguments], prog_name="portattn")
 
 
 @pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_the_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
-def rows_of(*arguments: str) -> list[dict[str, Any]]:
+def rows_of(*arguments):
     called = bench(*arguments, "--tiny", "--json")
     assert called.exit_code == 0, called.output
     rows: list[dict[str, Any]] = json.loads(called.stdout)["rows"]
     return rows
 
 
-def test_help_names_every_set() -> None:
+def test_help_names_every_set():
     assert f"(scripts/bench_sets/):{','.join(workloads.WORKLOADS)}." in "".join(bench("--help").output.split())
 
 
 @pytest.mark.parametrize("arguments", [TREE, DENSE], ids=["masks", "flash_attn"])
-def test_results_of_engines_are_checked(arguments: tuple[str, ...]) -> None:
+def test_results_of_engines_are_checked(arguments):
     ours = [row for row in rows_of(*arguments) if row["contender"] == "portattn"]
     assert [row["right"] for row in ours] == [True]
     assert 0 < ours[0]["error"] <= ours[0]["budget"]
@@ -50,25 +48,23 @@ def test_results_of_engines_are_checked(arguments: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("device", "done"), [("cpu", "called again, without a graph, with"), ("cuda", "replayed with")]
 )
-def test_what_is_said_of_graphs(device: str, done: str) -> None:
+def test_what_is_said_of_graphs(device, done):
     how = workloads.Measure(device)
     assert how.replay_note(True) == f"{done} other lengths: right"
     assert how.replay_note(False) == f"{done} other lengths: WRONG"
 
 
-def test_a_cache_is_called_again_on_a_cpu() -> None:
+def test_a_cache_is_called_again_on_a_cpu():
     (row,) = rows_of("--set", "engines", "--only", "flash_attn_with_kvcache 64 x 8k, append, pages")
     assert row["note"] == "called again, without a graph, with other lengths: right"
 
 
-def fails(*given: Any, **named: Any) -> Any:
+def fails(*given, **named):
     raise RuntimeError("out of luck")
 
 
 @pytest.mark.parametrize(("wrong", "said"), [(lambda out: out * 1.5, "WRONG"), (fails, "FAILED RuntimeError")])
-def test_a_contender_that_is_wrong_or_fails(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wrong: Callable[..., Any], said: str
-) -> None:
+def test_a_contender_that_is_wrong_or_fails(monkeypatch, tmp_path, wrong, said):
     part = load(str(workloads.FOLDER / "engine_calls.py"))
     real = part.flash_attn_func
     monkeypatch.setattr(part, "flash_attn_func", lambda *given, **named: wrong(real(*given, **named)))
@@ -82,7 +78,7 @@ def test_a_contender_that_is_wrong_or_fails(
     assert said in (tmp_path / "table.md").read_text()
 
 
-def test_an_absent_engine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_absent_engine_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
     for name in [name for name in sys.modules if name.startswith("portattn.integrations.vllm.")]:
         monkeypatch.delitem(sys.modules, name)
@@ -92,7 +88,7 @@ def test_an_absent_engine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "nothing was measured of engines" in called.stderr
 
 
-def test_float8_forwards_have_an_error_and_a_path(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float8_forwards_have_an_error_and_a_path(monkeypatch):
     rows = rows_of("--set", "fp8-forward")
     assert [(row["contender"], "causal" in row["case"]) for row in rows] == [
         ("e4m3", False), ("bf16", False), ("e4m3", True), ("bf16", True)
@@ -102,7 +98,7 @@ def test_float8_forwards_have_an_error_and_a_path(monkeypatch: pytest.MonkeyPatc
         assert row["error"] < (row["budget"] if row["contender"] == "e4m3" else 0.01)
     load_of = workloads.load
 
-    def strict(path: str) -> Any:
+    def strict(path):
         module = load_of(path)
         module.MOST_RMS = 0.01
         return module
@@ -113,14 +109,14 @@ def test_float8_forwards_have_an_error_and_a_path(monkeypatch: pytest.MonkeyPatc
     assert "D=64 S=64, e4m3: error 0.0" in called.stderr
 
 
-def test_every_cache_write_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_cache_write_is_a_row(monkeypatch):
     rows = [row for row in rows_of("--set", "cache-write") if row["contender"] == "portattn"]
     assert len(rows) == 2 * 5
     assert {row["path"] for row in rows} == {"reference"}
     assert rows[0]["bytes"] == 2 * 4 * 8 * 128 * 4 + 4 * 8  # four tokens of K and V, read and written, and their slots
     real = portattn.write_pages
 
-    def wrong(**given: Any) -> None:
+    def wrong(**given):
         real(**given)
         if given.get("backend") is None:
             given["v_pages"].view(torch.uint8)[0, 0, 0, 0] ^= 1
@@ -131,30 +127,29 @@ def test_every_cache_write_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "decode, bf16, portattn: other bits than the reference's" in called.stderr
 
 
-def test_each_sparse_operation_has_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_sparse_operation_has_rows(monkeypatch):
     rows = rows_of("--set", "sparse-latent")
     assert [row["contender"] for row in rows] == ["portattn", "portattn", "portattn", "torch", "portattn"]
     monkeypatch.setattr(portattn, "topk_indices", lambda logits, k: torch.zeros(len(logits), k))
-    called = bench("--set", "sparse-latent", "--tiny", "--only", "topk")
-    assert called.exit_code == 1
+    assert bench("--set", "sparse-latent", "--tiny", "--only", "topk").exit_code == 1
 
 
 class Clock:
     """Each call takes 1 ms, a peer's 2."""
 
-    def turn_ms(self, run: Callable[[], Any], timing: str, calls: int, expected_ms: float) -> float:
+    def turn_ms(self, run, timing, calls, expected_ms):
         return 2.0 if run() == "peer" else 1.0
 
-    def host_us(self, run: Callable[[], Any], expected_ms: float) -> Any:
+    def host_us(self, run, expected_ms):
         return type("Spread", (), {"median": 7.0})
 
-    def graphed(self, contender: Any) -> Any:
+    def graphed(self, contender):
         if contender.run() == "peer":
             raise RuntimeError("no capture")
         return contender.run
 
 
-def test_contenders_take_turns_and_wrong_ones_none() -> None:
+def test_contenders_take_turns_and_wrong_ones_none():
     how = workloads.Measure("cuda", clock=Clock())  # type: ignore[arg-type]
     how.synchronize = lambda: None  # type: ignore[method-assign]
     runs = {"portattn": lambda: "ours", "peer": lambda: "peer", "wrong": lambda: "wrong"}
@@ -174,13 +169,13 @@ def test_contenders_take_turns_and_wrong_ones_none() -> None:
         (("--set", "seed", "--tiny"), "--tiny is True, but goes with these sets alone: engines"),
     ],
 )
-def test_bad_input(arguments: tuple[str, ...], message: str) -> None:
+def test_bad_input(arguments, message):
     called = bench(*arguments)
     assert called.exit_code == 2
     assert message in called.stderr
 
 
-def test_time_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_is_shared(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(workloads.time, "monotonic", lambda: now[0])
     how = workloads.Measure("cpu", end=130.0)

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Sequence
 
 import evidence_files
 import msgspec
@@ -17,7 +16,7 @@ from portattn.planning.planner import plan
 from portattn.planning.registry import Registry
 from portattn.schema.toolchain import Toolchain
 from portattn.tools.compare import registry_changes
-from portattn.tools.compare.registry_changes import Upgrade, compare, pages, read_published_results
+from portattn.tools.compare.registry_changes import compare, pages, read_published_results
 from portattn.tools.compare.sides import Pair, Side, cautions, parse_compiler
 from portattn.tools.matrix.problems import NamedProblem, dense, full, quick
 
@@ -25,9 +24,7 @@ THREE = ("triton==3.6.0", "triton==3.8.0", "triton==3.9.0")
 COMPARED = "docs/performance/releases.md"  # several compilers beside each other
 
 
-def upgraded(
-    before: str, after: str, *targets: str, new: Registry | None = None, problems: Sequence[NamedProblem] = ()
-) -> Upgrade:
+def upgraded(before, after, *targets, new=None, problems=()):
     known = Registry.load()
     pairs = [Pair(Side(known.target(t, before), known), Side(known.target(t, after), new or known)) for t in targets]
     return compare(pairs, problems or quick(), pages=True)
@@ -63,10 +60,8 @@ def test_the_evidence_is_the_new_compilers_and_of_what_is_taken(tmp_path, monkey
         "gluon_forward": "runs with triton==3.7.1: planted by a test",
         "gluon_backward": None, "gluon_mla": None, "gluon_indexer": None,
     }  # fmt: skip
-    nobody = upgraded("triton==3.6.0", "triton==3.7.0", "cuda:sm_90")
-    assert {one.evidence for one in nobody.variants} == {None}
-    refused = upgraded("triton==3.6.0", "triton==3.5.1", "cuda:sm_90")
-    assert {one.evidence for one in refused.variants} == {None}
+    assert {one.evidence for one in upgraded("triton==3.6.0", "triton==3.7.0", "cuda:sm_90").variants} == {None}
+    assert {one.evidence for one in upgraded("triton==3.6.0", "triton==3.5.1", "cuda:sm_90").variants} == {None}
 
 
 def test_what_a_run_with_the_new_compiler_left_out_is_tried_by_its_canaries(tmp_path, monkeypatch):
@@ -91,8 +86,7 @@ def test_one_problem_that_was_left_out_is_named(monkeypatch):
             target, registry, p
         ),
     )  # fmt: skip
-    made = upgraded("triton==3.6.0", "triton==3.9.0", "cuda:sm_90")
-    (one,) = [one for one in made.variants if one.less_sure]
+    (one,) = [one for one in upgraded("triton==3.6.0", "triton==3.9.0", "cuda:sm_90").variants if one.less_sure]
     assert (one.name, set(one.unseen)) == ("gluon_forward", some)
     assert one.said.startswith(f"is tried by its canaries for {some.pop()}: no complete run")
 
@@ -257,7 +251,7 @@ def test_pages_with_figures_are_listed_with_the_compiler_that_they_name():
     assert named == listed
 
 
-def _releases_of_small() -> set[str]:
+def _releases_of_small():
     """The releases that the section of small problems has figures of: it names more than one."""
     text = (DOCS / "performance.md").read_text(encoding="utf-8")
     section = text.partition("\n## Small problems of float32\n")[2].partition("\n## ")[0]

@@ -20,8 +20,7 @@ from portattn.errors import ArgumentError
 from portattn.schema import compilers
 from portattn.tools import lab
 from portattn.tools.lab import LabError, creating, folders
-from portattn.tools.lab.creating import Python
-from portattn.tools.lab.run_programs import CommandError, Commands, quiet
+from portattn.tools.lab.creating import CommandError, Commands, Python, quiet
 
 NAME = "triton==9.1.0"
 

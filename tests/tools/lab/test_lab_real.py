@@ -1,7 +1,5 @@
 """The environments of this machine's own lab, as far as they are made: each compiles, and is what the registry says."""
 
-from pathlib import Path
-
 import pytest
 
 from portattn.compile.ensure_compiled import compile_in
@@ -9,7 +7,6 @@ from portattn.launch import kernel_calls, meta_call
 from portattn.planning.planner import plan
 from portattn.planning.registry import Registry, parse_target
 from portattn.tools import lab
-from portattn.tools.lab import Environment
 from portattn.tools.matrix.problems import dense
 
 pytestmark = [pytest.mark.usefixtures("real_lab"), pytest.mark.compiles]
@@ -17,7 +14,7 @@ SECONDS = 300.0
 COMMUNITY = [name for name in lab.toolchains() if name.startswith("triton==")]
 
 
-def made(toolchain: str) -> Environment:
+def made(toolchain):
     found = lab.find(toolchain)
     if found is None:
         pytest.skip(f"needs `portattn lab create {toolchain}`")
@@ -25,7 +22,7 @@ def made(toolchain: str) -> Environment:
 
 
 @pytest.mark.parametrize("toolchain", COMMUNITY)
-def test_it_has_the_ptxas_that_plans_expect(toolchain: str) -> None:
+def test_it_has_the_ptxas_that_plans_expect(toolchain):
     versions = made(toolchain).versions
     for arch in ("sm_90", "sm_100"):
         expected = parse_target(f"cuda:{arch}", toolchain).toolchain.component("ptxas")
@@ -34,7 +31,7 @@ def test_it_has_the_ptxas_that_plans_expect(toolchain: str) -> None:
 
 
 @pytest.mark.parametrize("toolchain", COMMUNITY)
-def test_it_compiles_machine_code_for_nvidia_and_amd(toolchain: str, tmp_path: Path) -> None:
+def test_it_compiles_machine_code_for_nvidia_and_amd(toolchain, tmp_path):
     made(toolchain)
     problem = dense(dtype="fp16", head_dim=64).problem
     with lab.worker(toolchain, environment={"TRITON_CACHE_DIR": str(tmp_path)}) as worker:
@@ -51,7 +48,7 @@ def test_it_compiles_machine_code_for_nvidia_and_amd(toolchain: str, tmp_path: P
             assert reply.toolchain == toolchain.partition("==")[2]
 
 
-def test_triton_ascend_lowers_to_linalg(tmp_path: Path) -> None:
+def test_triton_ascend_lowers_to_linalg(tmp_path):
     toolchain = "triton-ascend==3.2.0"
     assert made(toolchain).python_version < "3.12"
     target, problem = parse_target("ascend:ascend910b2", toolchain), dense(dtype="fp16", head_dim=64).problem

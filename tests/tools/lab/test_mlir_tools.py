@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from portattn.backends.ascend.linalg import llvm_tools as linalg_tools
-from portattn.tools.lab.run_programs import Commands
+from portattn.tools.lab.creating import Commands
 
 APT = """#!/bin/sh
 echo "$@" >> {log}

@@ -8,10 +8,9 @@ import pytest
 from portattn.errors import DataError
 from portattn.testing.findings import KernelFacts, Numerics
 from portattn.tools.compare.changes import compare
-from portattn.tools.matrix import baseline
 from portattn.tools.matrix.cells import Footnote, PlanSummary
 from portattn.tools.matrix.problems import NamedProblem, decode, dense
-from portattn.tools.matrix.results import write_data
+from portattn.tools.matrix.results import read_baseline, write_baseline, write_data
 
 NOTE = Footnote(id="cuda-0901-one", role="applied", sentence="x", upstream="none", sets={"num_stages": 1})
 
@@ -32,13 +31,13 @@ def cells(cell):
 
 def kept(tmp_path, made):
     path = tmp_path / "baseline.toml"
-    write_data(path, baseline.write(made).encode())
+    write_data(path, write_baseline(made).encode())
     return path
 
 
 def test_it_comes_back_as_it_was(tmp_path, cells, seen):
     made = seen(cells, variables={"TRITON_X": 'a "quoted"\\ value\x7f\n'})
-    back = baseline.read(kept(tmp_path, made))
+    back = read_baseline(kept(tmp_path, made))
     assert (back.set, back.problems, back.date) == (made.set, made.problems, made.date)
     (was,), (now,) = made.identities.values(), back.identities.values()
     assert now.variables == was.variables
@@ -53,27 +52,26 @@ def test_it_comes_back_as_it_was(tmp_path, cells, seen):
 
 
 def test_the_order_of_cells_does_not_matter(cells, seen):
-    assert baseline.write(seen(cells)) == baseline.write(seen(cells[::-1]))
+    assert write_baseline(seen(cells)) == write_baseline(seen(cells[::-1]))
 
 
 def test_a_change_of_a_cell_is_a_change_of_its_line(cells, seen):
-    before = baseline.write(seen(cells)).splitlines()
+    before = write_baseline(seen(cells)).splitlines()
     better = [msgspec.structs.replace(cells[1], status="PASS", level="emulated"), *cells[:1], *cells[2:]]
-    lines = list(difflib.unified_diff(before, baseline.write(seen(better)).splitlines(), n=0, lineterm=""))
+    lines = list(difflib.unified_diff(before, write_baseline(seen(better)).splitlines(), n=0, lineterm=""))
     assert [line[0] for line in lines[3:]] == ["-", "+"]
     assert cells[1].name in lines[3]
 
 
 def test_cells_of_several_origins_keep_them(tmp_path, cells, seen):
     made = seen([*cells[:2], msgspec.structs.replace(cells[2], origin="another")])
-    back = baseline.read(kept(tmp_path, made))
+    back = read_baseline(kept(tmp_path, made))
     assert {e.place: e.origin for e in back.entries} == {e.place: e.origin for e in made.entries}
 
 
 def test_names_may_hold_anything(tmp_path, cell, seen):
     named = NamedProblem(name='a "b" \\ [c] = #d, é', problem=dense(dtype="fp16", head_dim=64).problem)
-    made = seen([cell(named=named)])
-    assert [e.name for e in baseline.read(kept(tmp_path, made)).entries] == [named.name]
+    assert [e.name for e in read_baseline(kept(tmp_path, seen([cell(named=named)]))).entries] == [named.name]
 
 
 @pytest.mark.parametrize(
@@ -95,7 +93,7 @@ def test_a_damaged_file_is_named_with_its_line(tmp_path, cells, seen, old, new, 
     assert old in text
     path.write_text(text.replace(old, new, 1))
     with pytest.raises(DataError, match=complaint):
-        baseline.read(path)
+        read_baseline(path)
 
 
 def test_a_file_that_was_cut_off_anywhere_is_never_read_as_whole(tmp_path, cells, seen):
@@ -104,9 +102,9 @@ def test_a_file_that_was_cut_off_anywhere_is_never_read_as_whole(tmp_path, cells
     for end in range(0, len(data) - 2, 7):
         path.write_bytes(data[:end])
         with pytest.raises(DataError):
-            baseline.read(path)
+            read_baseline(path)
 
 
 def test_a_missing_file_is_an_error(tmp_path):
     with pytest.raises(DataError, match="cannot be read"):
-        baseline.read(tmp_path / "no.toml")
+        read_baseline(tmp_path / "no.toml")

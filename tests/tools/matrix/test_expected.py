@@ -65,8 +65,7 @@ def test_anything_else_is_red(tmp_path, cell, changes, kind):
 
 
 def test_past_its_day_it_is_red(tmp_path, failing, cell):
-    listed = entries(tmp_path)
-    outcome = judge([failing], listed, TODAY + datetime.timedelta(days=1))
+    outcome = judge([failing], entries(tmp_path), TODAY + datetime.timedelta(days=1))
     assert kinds(outcome) == ["expired"]
     assert "until 2026-12-31" in outcome.complaints[0][2]
     assert outcome.explained == {}
@@ -74,8 +73,7 @@ def test_past_its_day_it_is_red(tmp_path, failing, cell):
 
 def test_a_status_of_its_own(tmp_path, cell):
     listed = entries(tmp_path, ENTRY.replace('"refused: .* layout"', '"spilled"') + 'status = "NOTE"\n')
-    note = cell(status="NOTE", level="declared", reason="96 bytes spilled")
-    assert judge([note], listed, TODAY).explained
+    assert judge([cell(status="NOTE", level="declared", reason="96 bytes spilled")], listed, TODAY).explained
     assert kinds(judge([cell(status="FAIL", reason="96 bytes spilled")], listed, TODAY)) == ["other_reason"]
     assert kinds(judge([cell()], listed, TODAY)) == ["unexpected_pass"]
 

@@ -13,7 +13,6 @@ from portattn.schema.ops import ROWS
 from portattn.schema.tuning import TIMED_SPILLS, ProblemFigures, Source
 from portattn.testing import findings
 from portattn.testing.findings import KernelFacts
-from portattn.tools.matrix import variants
 from portattn.tools.matrix.problems import dense, quick
 
 FITS = {"scratchpad_bytes": 1024, "registers": 64, "spills": 0, "mma": 4, "wgmma": 4, "mfma": 4}
@@ -121,7 +120,7 @@ def test_a_timed_schedule_may_spill_so_much(toolchain, allowed):
 
     def passed(number):
         facts = KernelFacts(function="scheduled_forward", facts=FITS | {"spills": number})
-        found = variants.check(variant, long, target, (facts,))
+        found = findings.check_variant(variant, long, target, (facts,))
         return next(gate for gate in found if gate.name == "bytes spilled").passed
 
     assert [passed(number) for number in (allowed, allowed + 4)] == [True, False]
@@ -144,8 +143,7 @@ def test_a_quirk_whose_signature_matches_explains_a_gate():
     planted = replace(registry, quirks={spill.id: spill})
     assert check(registry=planted, spills=8) == {"bytes spilled": spill.id}
     assert check(registry=planted, spills=12) == {"bytes spilled": ""}
-    elsewhere = replace(spill, when=type(quirk.when)(backend="rocm"))
-    planted = replace(registry, quirks={spill.id: elsewhere})
+    planted = replace(registry, quirks={spill.id: replace(spill, when=type(quirk.when)(backend="rocm"))})
     assert check(registry=planted, spills=8) == {"bytes spilled": ""}
 
 

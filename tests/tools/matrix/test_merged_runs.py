@@ -61,8 +61,7 @@ def test_a_red_cell_is_not_taken_back_by_another_machine(run_of, cell):
 
 def test_different_results_under_the_same_conditions_are_a_conflict(run_of, cell):
     one = run_of([cell(key="same", level="emulated")], host="a")
-    two = run_of([cell(key="same", status="NOTE", level="declared", reason="spills")], host="b")
-    made = merged(one, two)
+    made = merged(one, run_of([cell(key="same", status="NOTE", level="declared", reason="spills")], host="b"))
     (conflict,) = made.conflicts
     expected = "emulated, path triton on a (Linux x86_64), but NOTE, path triton on b (Linux x86_64)"
     assert conflict.text == f"{expected}, under the same conditions"
@@ -77,16 +76,14 @@ def test_a_conflict_is_not_hidden_by_a_better_result_of_another_key(run_of, cell
     one = run_of([cell(key="same", level="emulated")], host="a")
     two = run_of([cell(key="same", level="compiles")], host="b")
     for runs in ((best, one, two), (one, two, best), (two, red, one)):
-        made = merged(*runs)
-        (conflict,) = made.conflicts
+        (conflict,) = merged(*runs).conflicts
         expected = "emulated, path triton on a (Linux x86_64), but compiles, path triton on b (Linux x86_64)"
         assert conflict.text == f"{expected}, under the same conditions"
 
 
 def test_a_conflict_stays_one_when_its_run_is_merged_again(run_of, cell):
     one = run_of([cell(key="same", level="emulated")], host="a")
-    two = run_of([cell(key="same", level="compiles")], host="b")
-    made = merged(one, two)
+    made = merged(one, run_of([cell(key="same", level="compiles")], host="b"))
     best = run_of([cell(key="other", level="measured")], host="chip")
     for runs in ([(made.run, made.cells)], [(made.run, made.cells), best], [best, (made.run, made.cells), one]):
         assert [conflict.text for conflict in merged(*runs).conflicts] == [made.conflicts[0].text]
@@ -142,8 +139,7 @@ def test_runs_of_other_code_are_refused_where_both_depend_on_it(run_of, cell):
         with pytest.raises(ArgumentError, match=rf"run 1.*its {part} \(new\) are not those of run 0"):
             merged(one, run_of([cell(level="runs")], digests={part: "new"}))
     assert merged(one, run_of([cell()], digests={"quirks/rocm": "new"})).cells, "no cell of either depends on it"
-    rocm = run_of([cell(target="rocm:gfx942")], digests={"quirks/rocm": "new"})
-    assert len(merged(one, rocm).cells) == 2
+    assert len(merged(one, run_of([cell(target="rocm:gfx942")], digests={"quirks/rocm": "new"})).cells) == 2
 
 
 def test_a_run_that_does_not_say_where_it_comes_from_is_refused(run_of, cell):

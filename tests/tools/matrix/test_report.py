@@ -104,8 +104,7 @@ def test_an_interrupted_run_says_so(cells, run):
 
 def test_a_merged_run_says_which_machine_a_cell_is_from(run_of, cell):
     one = run_of([cell(key="a", level="runs")], host="chip")
-    two = run_of([cell(key="a")], host="laptop")
-    made = merge([one, two], ["one", "two"], "portattn matrix merge")
+    made = merge([one, run_of([cell(key="a")], host="laptop")], ["one", "two"], "portattn matrix merge")
     page = render(made.run, made.cells)
     assert "<dt>made on</dt><dd>chip (Linux x86_64), 1111111111</dd>" in page
     assert "<dt>beside it</dt><dd>compiles on laptop (Linux x86_64), 1111111111</dd>" in page
@@ -197,8 +196,7 @@ def test_the_interpreters_dot_is_that_of_the_path_that_is_taken(cell, run):
     plan = PlanSummary(path="gluon_forward", core_taken=False, kernel="dense_forward")
     variant = cell(interpreter=right, emulated=right, plan=plan)
     assert 'class="dot pass"' in re.findall(r"<button class=.tile.*?</button>", render(run([core]), [core]), re.S)[0]
-    page = render(run([variant]), [variant])
-    [tile] = re.findall(r"<button class=.tile.*?</button>", page, re.S)
+    [tile] = re.findall(r"<button class=.tile.*?</button>", render(run([variant]), [variant]), re.S)
     assert "dot" not in tile
     assert "interpreted" not in tile
     assert {s.name: s.outcome for s in steps(core)}["interpreter"] == "seen"
@@ -247,8 +245,7 @@ def test_wide_tables_are_broken_so_that_no_column_is_out_of_sight(cell, run):
 
 
 def test_a_quirk_with_two_roles_in_a_cell_is_one_number_and_one_cell(cell, run):
-    explains = msgspec.structs.replace(SLOW, role="explains")
-    one = cell(footnotes=(SLOW, explains))
+    one = cell(footnotes=(SLOW, msgspec.structs.replace(SLOW, role="explains")))
     page = render(run([one]), [one])
     assert page.count('<a href="#fn1" title') == 1
     assert "<code>rocm-0001-slow</code> · 1 cell\n" in page

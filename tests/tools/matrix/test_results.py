@@ -3,8 +3,6 @@
 import datetime
 import errno
 import os
-from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -12,17 +10,16 @@ import pytest
 from portattn.errors import ArgumentError, DataError
 from portattn.files import write_whole
 from portattn.testing.findings import KernelFacts
-from portattn.tools.matrix import baseline
-from portattn.tools.matrix.cells import SCHEMA, Cell, Run, snapshot
+from portattn.tools.matrix.cells import SCHEMA, snapshot
 from portattn.tools.matrix.problems import decode
-from portattn.tools.matrix.results import NAME, Results, merge, read
+from portattn.tools.matrix.results import NAME, Results, merge, read, read_baseline, write_baseline
 from portattn.tools.run_log import encode_record
 
 TARGETS = ("cuda:sm_80", "cuda:sm_90", "rocm:gfx942")
 
 
 @pytest.fixture
-def cells(cell: Callable[..., Cell]) -> list[Cell]:
+def cells(cell):
     return [cell(target=target, index=index) for index, target in enumerate(TARGETS)]
 
 
@@ -121,7 +118,7 @@ def test_resuming_needs_the_same_run(tmp_path, cells, run):
             file.resume(msgspec.structs.replace(run(cells), kernels="another digest"))
 
 
-def keyed(cells: list[Cell], made: Run) -> list[Cell]:
+def keyed(cells, made):
     return [msgspec.structs.replace(cell, key=f"key of {cell.id}", origin=made.identity.id) for cell in cells]
 
 
@@ -194,7 +191,7 @@ def test_two_runs_do_not_share_a_folder(tmp_path):
         pass  # free again once the first is done
 
 
-def test_a_folder_that_cannot_be_made_is_an_error_about_out(tmp_path: Path):
+def test_a_folder_that_cannot_be_made_is_an_error_about_out(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ArgumentError, match="--out"):
         Results(tmp_path / "file" / "folder")
@@ -255,8 +252,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("change", "line", "said"), REFUSED.values(), ids=REFUSED)
 def test_what_no_run_writes_is_refused(written, lines, change, line, said):
-    path = written(lines)
-    assert len(read(path)[1]) == 2
+    assert len(read(written(lines))[1]) == 2
     with pytest.raises(DataError) as caught:
         read(written(change(*lines)))
     assert caught.value.line == line
@@ -264,15 +260,15 @@ def test_what_no_run_writes_is_refused(written, lines, change, line, said):
 
 
 def test_a_baseline_whose_date_has_no_zone_is_refused(tmp_path, lines):
-    text = baseline.write(snapshot(lines[0], lines[1:], "x"))
+    text = write_baseline(snapshot(lines[0], lines[1:], "x"))
     path = tmp_path / "b.toml"
     path.write_text(text)
     date = lines[0].date
-    assert baseline.read(path).date == date
+    assert read_baseline(path).date == date
     for shown in (naive(date).isoformat(), date.date().isoformat()):
         path.write_text(text.replace(f"\ndate = {date.isoformat()}", f"\ndate = {shown}"))
         with pytest.raises(DataError, match="key 'date'"):
-            baseline.read(path)
+            read_baseline(path)
     assert date.utcoffset() == datetime.timedelta(0)
 
 

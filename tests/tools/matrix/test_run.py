@@ -29,8 +29,7 @@ def cells_of(specs, **options) -> dict[tuple[str, str], Cell]:
 
 @pytest.mark.usefixtures("core_only")
 def test_two_targets_for_real(small):
-    specs = select.specs(small, select.targets(["sm_90", "gfx942"], [], None))
-    found = cells_of(specs, seconds=120)
+    found = cells_of(select.specs(small, select.targets(["sm_90", "gfx942"], [], None)), seconds=120)
     for (arch, name), cell in found.items():
         main = cell.kernels[0]
         assert main.function == cell.plan.kernel
@@ -95,7 +94,7 @@ def test_a_variant_s_cell_is_red_by_either_kernel(monkeypatch, planted, small, r
         return Reply(outcome="ok", facts=facts)
 
     monkeypatch.setattr(run, "compile_in", compile_in)
-    monkeypatch.setattr("portattn.tools.matrix.variants.compile_in", compile_in)
+    monkeypatch.setattr("portattn.testing.findings.compile_in", compile_in)
     cell = variant_cell(planted, small)
     assert (cell.status, cell.level) == (("ERROR", "declared") if refused else ("PASS", "compiles"))
     assert cell.reason == reason
@@ -169,8 +168,7 @@ def test_several_toolchains_in_one_run_each_have_their_own_compiler(planted, sma
         path.write_text(f'#!/bin/sh\necho begin {name} >> {log}\n{planted} "$@"\necho end {name} >> {log}\n')
         path.chmod(0o755)
         pythons[name] = str(path)
-    where = select.targets(["sm_90", "gfx942"], select.toolchains(names), None)
-    specs = select.specs(small[:1], where)
+    specs = select.specs(small[:1], select.targets(["sm_90", "gfx942"], select.toolchains(names), None))
     assert [(str(s.target.toolchain)) for s in specs] == names * 2  # the page's order: target by target
     found: list[Cell] = []
     execute(specs, Options(pythons=pythons, jobs=1, left_out=("emulated",)), found.append)

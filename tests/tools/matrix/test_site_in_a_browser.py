@@ -87,8 +87,7 @@ def test_filters_narrow_the_table_and_are_in_the_address(driver, root, made):
     choose(driver, "op", "attention")
     assert left(driver) == [("cuda:sm_90", "attention")]
     assert asked(driver) == {"target": "cuda:sm_90", "op": "attention"}
-    said = driver.find_element("id", "shown").text
-    assert said == "1 of 21 cells: target cuda:sm_90, op attention"
+    assert driver.find_element("id", "shown").text == "1 of 21 cells: target cuda:sm_90, op attention"
     driver.refresh()  # a link is as good as the clicks
     assert left(driver) == [("cuda:sm_90", "attention")]
     driver.back()

@@ -85,8 +85,7 @@ def test_an_entry_that_is_idle_is_a_note(run_of, cells):
 
 def test_losses_are_red_and_other_changes_where_it_is_asked_for(run_of, cell, seen):
     made, cells = run_of([cell(), cell(target="rocm:gfx942")])
-    old = seen([cell(level="runs"), cell(target="cuda:sm_80")])
-    changes = compare(old, seen(cells))
+    changes = compare(seen([cell(level="runs"), cell(target="cuda:sm_80")]), seen(cells))
     assert kinds(of_run(made, cells, changes=changes)) == ["gone", "level"]
     assert kinds(of_run(made, cells, changes=changes, fail_on={"new"})) == ["gone", "level", "new"]
     level = next(f for f in of_run(made, cells, changes=changes).findings if f.kind == "level")

@@ -1,7 +1,5 @@
 """Witnesses of planted entries: every name of the vocabulary can be met, and nothing meets what no call can have."""
 
-from pathlib import Path
-
 import pytest
 from quirk_files import plant, registry
 
@@ -54,7 +52,7 @@ UNMET = [
 ]  # fmt: skip
 
 
-def planted(folder: Path, kernels: str, features: str, more: str = "") -> tuple:
+def planted(folder, kernels, features, more=""):
     plant(folder, ID, NOTE, f'kernels = ["{kernels}"]\nfeatures = [{features}]\n{more}')
     known = registry(folder)
     return known.quirks[ID], known
@@ -72,7 +70,7 @@ def test_conditions_are_met_by_a_problem_that_is_planned_there(tmp_path, kernels
 
 
 @pytest.mark.parametrize(("kernels", "features", "op"), MET)
-def test_points_outside_break_one_condition(tmp_path: Path, kernels: str, features: str, op: str) -> None:
+def test_points_outside_break_one_condition(tmp_path, kernels, features, op):
     quirk, known = planted(tmp_path, kernels, features)
     broken = 0
     for point in examples.outside(quirk, known):
@@ -86,7 +84,7 @@ def test_points_outside_break_one_condition(tmp_path: Path, kernels: str, featur
 
 
 @pytest.mark.parametrize(("kernels", "features"), UNMET)
-def test_what_no_call_can_have_is_met_by_nothing(tmp_path: Path, kernels: str, features: str) -> None:
+def test_what_no_call_can_have_is_met_by_nothing(tmp_path, kernels, features):
     quirk, known = planted(tmp_path, kernels, features)
     with pytest.raises(ValueError, match="nothing known meets"):
         examples.find(quirk, known)
@@ -94,26 +92,26 @@ def test_what_no_call_can_have_is_met_by_nothing(tmp_path: Path, kernels: str, f
 
 @pytest.mark.parametrize("name", sorted(FLAGS))
 @pytest.mark.parametrize("wanted", [True, False])
-def test_every_flag_can_be_met(tmp_path: Path, name: str, wanted: bool) -> None:
+def test_every_flag_can_be_met(tmp_path, name, wanted):
     quirk, known = planted(tmp_path, "*", f'"{name}"' if wanted else f'"!{name}"')
     assert bool(examples.find(quirk, known).problem.features()[name]) is wanted
 
 
 @pytest.mark.parametrize(("name", "word"), [(name, word) for name in sorted(WORDS) for word in sorted(WORDS[name])])
-def test_every_word_can_be_met(tmp_path: Path, name: str, word: str) -> None:
+def test_every_word_can_be_met(tmp_path, name, word):
     quirk, known = planted(tmp_path, "*", f'"{name}={word}"')
     assert examples.find(quirk, known).problem.features()[name] == word
 
 
 @pytest.mark.parametrize("name", sorted(NUMBERS - {"programs"}))
 @pytest.mark.parametrize("condition", ["=7", ">=7", "<7", "!=7"])
-def test_every_number_can_be_met(tmp_path: Path, name: str, condition: str) -> None:
+def test_every_number_can_be_met(tmp_path, name, condition):
     quirk, known = planted(tmp_path, "*", f'"{name}{condition}"')
     assert parse(f"{name}{condition}").holds(examples.find(quirk, known).problem.features())
 
 
 @pytest.mark.parametrize("value", ["per_page", "flat_masked"])
-def test_a_choice_is_asked_of_a_kernel_that_reads_it(tmp_path: Path, value: str) -> None:
+def test_a_choice_is_asked_of_a_kernel_that_reads_it(tmp_path, value):
     quirk, known = planted(tmp_path, "*_split", "", f'lowering = {{ page_loop = "{value}" }}')
     found = examples.find(quirk, known)
     assert found.kernel == "paged_split"

@@ -88,6 +88,12 @@ def bf16_bits(x: Array) -> Array:
     return np.where(np.isnan(x), (bits >> np.uint32(16)) | np.uint32(0x40), rounded.astype(np.uint32))
 
 
+def bf16_bits_of_double(x: Array) -> Array:
+    """Return bfloat16 bits (uint32, low half) of float64, rounded once to nearest even; NaN becomes quiet."""
+    unit = np.ldexp(1.0, np.maximum(np.frexp(x)[1] - 8, -133))  # of the last of 8 bits, or of a denormal
+    return bf16_bits((np.rint(x / unit) * unit).astype(np.float32))
+
+
 def to_half(x: Array) -> Array:
     """Return float16 of float32, to nearest even; NaN becomes quiet, which numpy leaves as it is."""
     half, nan = np.ascontiguousarray(x.astype(np.float16)), np.isnan(x)
@@ -120,6 +126,10 @@ def xf32(x: Array) -> Array:
     bits = x.view(np.uint32).astype(np.uint64)
     rounded = (bits + np.uint64(0xFFF) + ((bits >> np.uint64(13)) & _ONE)) & np.uint64(0xFFFFE000)
     return np.where(np.isfinite(x), rounded.astype(np.uint32), x.view(np.uint32)).astype(np.uint32).view(np.float32)
+
+
+# The 16 values of fp4 (E2M1, OCP Microscaling Formats): its low three bits, then its sign.
+FP4 = np.array([sign * x for sign in (1.0, -1.0) for x in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)], np.float32)
 
 
 @cache

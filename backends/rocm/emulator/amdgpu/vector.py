@@ -230,18 +230,18 @@ def _mbcnt(upper: bool) -> Bind:
     return make
 
 
-def _scale(bits: Array) -> Array:
-    """The scale of V_CVT_SCALEF32_…: the exponent of a float32 alone, 2^(e − 127)."""
-    return np.exp2((bits >> _u32(23) & _u32(255)).astype(_f32) - _f32(127))
+def _scale(operand: Array) -> Array:
+    """Return the scale of V_CVT_SCALEF32_… in float64: the exponent of a float32 alone, 2^(e − 127)."""
+    return np.exp2((np.ascontiguousarray(operand).view(_u32) >> _u32(23) & _u32(255)).astype(np.float64) - 127)
 
 
-def _from_fp8(kind: str, into: str, both: bool = True, scaled: bool = False) -> Bind:
-    """fp8 → float32 or packed float16: one byte, or the two of a half (op_sel picks the half or byte)."""
+def _from_fp8(kind: str, both: bool) -> Bind:
+    """fp8 → float32: one byte, or the two of a half (op_sel picks the half or byte)."""
 
     def make(state: WorkGroupState, instruction: Instruction) -> BoundInstruction:
         binder = Binder(state, instruction)
         binder.allow("op_sel", *SDWA, "byte_sel")
-        binder.expect(3 if scaled else 2)
+        binder.expect(2)
         table = softfloat.fp8_table(kind, state.arch.fnuz)
         selects = instruction.numbers("op_sel", [0, 0])
         chosen = instruction.modifiers.get("src0_sel", f"BYTE_{instruction.number('byte_sel')}")
@@ -253,44 +253,81 @@ def _from_fp8(kind: str, into: str, both: bool = True, scaled: bool = False) -> 
             # op_sel is [low bit, high bit] of the byte's number here.
             shift = 8 * (int(chosen[-1]) if "op_sel" not in instruction.modifiers else selects[0] + 2 * selects[1])
         source = binder.plain(binder.operands[1], "u")
-        scale = binder.read(2, "u", 1) if scaled else None
         plane = vector_plane(binder.operands[0])
 
         def run() -> None:
             bits = source() if callable(source) else source
-            values = [table[(bits >> _u32(shift + 8 * j)) & _u32(255)] for j in range(2 if both else 1)]
-            if scale is not None:
-                values = [value * _scale(scale()) for value in values]
-            if into == "f16":
-                state.whole(plane, softfloat.f16_bits(values[0]) | softfloat.f16_bits(values[1]) << _u32(16))
-                return
-            for j, value in enumerate(values):
-                state.whole(plane + j, value.view(_u32))
+            for j in range(2 if both else 1):
+                state.whole(plane + j, table[(bits >> _u32(shift + 8 * j)) & _u32(255)].view(_u32))
 
-        written = unified_registers(plane, 2 if both and into == "f32" else 1)
-        return BoundInstruction(instruction, run, binder.registers(*range(1, len(binder.operands))), (), written)
+        written = unified_registers(plane, 2 if both else 1)
+        return BoundInstruction(instruction, run, binder.registers(1), (), written)
 
     return make
 
 
-def _to_fp8(kind: str, scaled: bool = False) -> Bind:
-    """Two float32 → two fp8 in the low or high half of the destination, the other half kept."""
+def _from_scaled(kind: str, into: str) -> Bind:
+    """Two fp8 or fp4 of a source's half or byte (op_sel), times a scale → two float32, or two packed halves."""
+    width = 4 if kind == "fp4" else 8
 
     def make(state: WorkGroupState, instruction: Instruction) -> BoundInstruction:
         binder = Binder(state, instruction)
         binder.allow("op_sel")
-        binder.expect(4 if scaled else 3)
-        a, b = binder.read(1, "f", 0), binder.read(2, "f", 1)
-        scale = binder.read(3, "u", 2) if scaled else None
+        binder.expect(3)
+        table = softfloat.FP4 if kind == "fp4" else softfloat.fp8_table(kind, state.arch.fnuz)
+        low, high, *_ = instruction.numbers("op_sel", [0, 0])
+        first = 8 * (low + 2 * high) if kind == "fp4" else 16 * low
+        source, scale = binder.read(1, "u"), binder.read(2, "f")
+        plane = vector_plane(binder.operands[0])
+
+        def run() -> None:
+            bits, factor = source(), _scale(scale())
+            codes = [bits >> _u32(first + width * j) & _u32((1 << width) - 1) for j in range(2)]
+            values = [table[code] * factor for code in codes]  # float64: rounded below, once
+            if into == "f32":
+                for j, value in enumerate(values):
+                    state.whole(plane + j, value.astype(_f32).view(_u32))
+                return
+            if into == "f16":
+                parts = [value.astype(np.float16).view(np.uint16).astype(_u32) for value in values]
+            else:
+                parts = [softfloat.bf16_bits_of_double(value) for value in values]
+            state.whole(plane, parts[0] | parts[1] << _u32(16))
+
+        written = unified_registers(plane, 2 if into == "f32" else 1)
+        return BoundInstruction(instruction, run, binder.registers(1, 2), (), written)
+
+    return make
+
+
+def _to_fp8(kind: str, source: str = "f32", scaled: bool = False) -> Bind:
+    """Two float32, or two packed halves, → two fp8 in the low or high half of the destination, the other half kept."""
+
+    def make(state: WorkGroupState, instruction: Instruction) -> BoundInstruction:
+        binder = Binder(state, instruction)
+        binder.allow("op_sel")
+        count = (2 if source == "f32" else 1) + scaled
+        binder.expect(1 + count)
+        pair: list[Read] = [binder.read(1, "f", 0), binder.read(2, "f", 1)] if source == "f32" else []
+        packed = None if source == "f32" else binder.read(1, "u")
+        scale = binder.read(count, "f", count - 1) if scaled else None
         selects = instruction.numbers("op_sel", [0])
         target = state.halves["w"][selects[-1]][vector_plane(binder.operands[0])]
 
-        def code(value: Array) -> Array:
-            value = value / _scale(scale()) if scale is not None else value
-            return softfloat.fp8_bits(value, kind, state.arch.fnuz, state.saturate[:, None])
+        def halves() -> list[Array]:
+            assert packed is not None
+            parts = [packed() >> _u32(16 * j) & _u32(0xFFFF) for j in range(2)]
+            if source == "bf16":
+                return [(part << _u32(16)).view(_f32) for part in parts]
+            return [softfloat.from_half(part.astype(np.uint16).view(np.float16)) for part in parts]
 
         def run() -> None:
-            np.copyto(target, (code(a()) | code(b()) << _u32(8)).astype(np.uint16), where=state.mask)
+            values: list[Array] = [read() for read in pair] if packed is None else halves()
+            if scale is not None:
+                factor = _scale(scale())
+                values = [value / factor for value in values]
+            codes = [softfloat.fp8_bits(value, kind, state.arch.fnuz, state.saturate[:, None]) for value in values]
+            np.copyto(target, (codes[0] | codes[1] << _u32(8)).astype(np.uint16), where=state.mask)
 
         reads = binder.registers(*range(1, len(binder.operands)))
         return BoundInstruction(instruction, run, reads, (), binder.registers(0))
@@ -329,10 +366,11 @@ SPECIAL: dict[str, Bind] = {
     "addc_co_u32": carry("", True), "subb_co_u32": carry("ab", True), "subbrev_co_u32": carry("ba", True),
     "add_co_ci_u32": carry("", True), "sub_co_ci_u32": carry("ab", True), "subrev_co_ci_u32": carry("ba", True),
     **{name: _add_sub(name) for plain in _SATURATING for name in (plain, plain.replace("_", "_nc_"))},
-    **{f"cvt_pk_f32_{kind}": _from_fp8(kind, "f32") for kind in ("fp8", "bf8")},
-    **{f"cvt_f32_{kind}": _from_fp8(kind, "f32", both=False) for kind in ("fp8", "bf8")},
-    **{f"cvt_scalef32_pk_f32_{kind}": _from_fp8(kind, "f32", scaled=True) for kind in ("fp8", "bf8")},
-    **{f"cvt_scalef32_pk_f16_{kind}": _from_fp8(kind, "f16", scaled=True) for kind in ("fp8", "bf8")},
+    **{f"cvt_pk_f32_{kind}": _from_fp8(kind, True) for kind in ("fp8", "bf8")},
+    **{f"cvt_f32_{kind}": _from_fp8(kind, False) for kind in ("fp8", "bf8")},
     **{f"cvt_pk_{kind}_f32": _to_fp8(kind) for kind in ("fp8", "bf8")},
-    **{f"cvt_scalef32_pk_{kind}_f32": _to_fp8(kind, scaled=True) for kind in ("fp8", "bf8")},
+    **{f"cvt_scalef32_pk_{into}_{kind}": _from_scaled(kind, into) for kind in ("fp8", "bf8", "fp4")
+       for into in ("f32", "f16", "bf16")},
+    **{f"cvt_scalef32_pk_{kind}_{source}": _to_fp8(kind, source, True) for kind in ("fp8", "bf8")
+       for source in ("f32", "f16", "bf16")},
 }  # fmt: skip

@@ -145,6 +145,19 @@ def _dot2_bf16(a: Array, b: Array, c: Array) -> Array:
     return c + a0 * b0 + a1 * b1
 
 
+def _dot2_bf16_bf16(a: Array, b: Array, c: Array) -> Array:
+    """Add two products of bf16 to a bf16, the lower first; every operation rounds to bf16, as documented."""
+
+    def wide(x: Array) -> Array:
+        return (x.astype(_u32) << _16).view(_f32).astype(_f64)
+
+    total = c
+    for shift in (_u32(0), _16):
+        product = softfloat.bf16_bits_of_double(wide(a >> shift & _u32(0xFFFF)) * wide(b >> shift & _u32(0xFFFF)))
+        total = softfloat.bf16_bits_of_double(wide(total) + wide(product)).astype(_u16)
+    return total
+
+
 FLOAT32: dict[str, Entry] = {
     "add_f32": ("f", "ff", np.add), "sub_f32": ("f", "ff", np.subtract), "mul_f32": ("f", "ff", np.multiply),
     "subrev_f32": ("f", "ff", lambda a, b: b - a),
@@ -163,6 +176,7 @@ FLOAT32: dict[str, Entry] = {
     "ldexp_f32": ("f", "fi", _ldexp),
     "dot2c_f32_f16": ("f", "uuf", _dot2_f16), "dot2_f32_f16": ("f", "uuf", _dot2_f16),
     "dot2_f32_bf16": ("f", "uuf", _dot2_bf16), "dot2c_f32_bf16": ("f", "uuf", _dot2_bf16),
+    "dot2_bf16_bf16": ("w", "uuw", _dot2_bf16_bf16),
 }  # fmt: skip
 
 FLOAT64: dict[str, Entry] = {

@@ -1,10 +1,12 @@
 """Reading a lowered kernel's text, and making upstream's of it. Each lint on texts written by hand: where it fires, and
 where its neighbour lets it be."""
 
+import ast
 from typing import Any
 
 import lowered_texts as texts
 import pytest
+from places import ROOT
 
 from portattn.backends.ascend.linalg.llvm_tools import LinalgError
 from portattn.backends.ascend.linalg.mlir_text import Argument, footprint, kernel_of, lints, read, upstream
@@ -153,3 +155,16 @@ def test_loops_keep_their_bodies_when_their_marks_go():
 def test_what_only_the_vendor_knows_is_refused_by_name(line, said):
     with pytest.raises(LinalgError, match=said):
         upstream(texts.DOUBLE.replace("    return", f"    {line}\n    return"))
+
+
+def test_masked_loads_of_kernels_say_what_hidden_places_give():
+    """triton-ascend leaves them undefined without `other` (triton-ascend PR #953)."""
+    without = set()
+    for path in (ROOT / "portattn" / "kernels").glob("*.py"):
+        tree = ast.parse(path.read_text())
+        for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
+            for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
+                given = {keyword.arg for keyword in call.keywords}
+                if ast.unparse(call.func) == "tl.load" and "mask" in given and "other" not in given:
+                    without.add(function.name)
+    assert without == {"load_numbers"}  # reads inside its rows on Ascend

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,11 +10,10 @@ import pytest
 from click.testing import CliRunner
 from planted import planted as planted
 
-from portattn import Target
 from portattn.backends.cuda.ptx_compat import PtxExecutor
 from portattn.cli import main
 from portattn.cli.matrix import _summary
-from portattn.cli.matrix_output import counts
+from portattn.cli.matrix_compare import counts
 from portattn.config import Settings
 from portattn.errors import ArgumentError
 from portattn.planning.planner import plan
@@ -36,17 +34,17 @@ PASSED = {"error": 1e-3, "budget": 2e-3, "wrong": 0.0}
 LABEL = "sm_80 code on sm_90"
 
 
-def target(name: str, toolchain: str = TOOLCHAIN) -> Target:
+def target(name, toolchain=TOOLCHAIN):
     return parse_target(name, toolchain)
 
 
-def older(*here: str) -> PtxExecutor:
+def older(*here):
     return PtxExecutor(5.0, [target(name) for name in here])
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89"])
 @pytest.mark.parametrize("device", ["sm_90", "sm_100", "sm_120"])
-def test_older_targets_are_taken_and_labelled(arch: str, device: str) -> None:
+def test_older_targets_are_taken_and_labelled(arch, device):
     found = older("cpu:generic", f"cuda:{device}")
     assert found.lacks(target(f"cuda:{arch}")) == ""
     assert found.where(target(f"cuda:{arch}")) == f"{arch} code on {device}"
@@ -66,9 +64,7 @@ def test_older_targets_are_taken_and_labelled(arch: str, device: str) -> None:
         ("rocm:gfx942", TOOLCHAIN, ("cuda:sm_90",), "rocm:gfx942 is no NVIDIA GPU"),
     ],
 )
-def test_other_targets_are_refused_with_what_is_needed(
-    name: str, toolchain: str, here: tuple[str, ...], said: str
-) -> None:
+def test_other_targets_are_refused_with_what_is_needed(name, toolchain, here, said):
     found = older(*here)
     assert re.search(said, found.lacks(target(name, toolchain)))
     assert found.where(target(name, toolchain)) == name
@@ -82,29 +78,29 @@ def test_other_targets_are_refused_with_what_is_needed(
 class Child:
     """A worker that answers from a list, and keeps what it was asked."""
 
-    def __init__(self, *replies: Reply) -> None:
+    def __init__(self, *replies):
         self.replies, self.asked, self.closed = list(replies), [], 0
 
-    def request(self, task: str, seconds: float, **fields: Any) -> Reply:
+    def request(self, task, seconds, **fields):
         self.asked.append((task, fields))
         return self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
 
-    def close(self) -> None:
+    def close(self):
         self.closed += 1
 
 
-def compiles(shared: int = 8192) -> Child:
+def compiles(shared=8192):
     return Child(Reply(outcome="ok", facts={"ptx": "text", "scratchpad_bytes": shared, "num_warps": 4, "scratch": 0}))
 
 
-def checked(compiler: Any, runner: Any, arch: str = "sm_80", here: str = "cuda:sm_90") -> Numerics:
+def checked(compiler, runner, arch="sm_80", here="cuda:sm_90"):
     where = target(f"cuda:{arch}")
     made = plan(canary.CASES["decode_attention"][0], where)
     assert made.path == "triton"
     return older(here).check(made, where, compiler, runner, [made.problem])
 
 
-def test_each_launch_is_sent_with_what_it_was_compiled_for() -> None:
+def test_each_launch_is_sent_with_what_it_was_compiled_for():
     compiler, runner = compiles(), Child(Reply(outcome="ok", facts=PASSED))
     seen = checked(compiler, runner)
     assert (seen.outcome, seen.where, seen.error) == ("pass", LABEL, 1e-3)
@@ -135,7 +131,7 @@ def test_each_launch_is_sent_with_what_it_was_compiled_for() -> None:
         ),
     ],
 )  # fmt: skip
-def test_what_a_run_ends_in(reply: Reply, outcome: str, said: str, closed: int) -> None:
+def test_what_a_run_ends_in(reply, outcome, said, closed):
     runner = Child(reply)
     seen = checked(compiles(), runner)
     assert seen.outcome == outcome
@@ -143,13 +139,13 @@ def test_what_a_run_ends_in(reply: Reply, outcome: str, said: str, closed: int) 
     assert runner.closed == closed  # after an error that may be a fault, the next run has a new process
 
 
-def test_a_compile_that_fails_is_the_outcome() -> None:
+def test_a_compile_that_fails_is_the_outcome():
     refused = Child(Reply(outcome="error", kind="RuntimeError", stage="ttgir", message="planted\nmore"))
     seen = checked(refused, None)
     assert (seen.outcome, seen.reason) == ("error", "error: RuntimeError: decode_split: RuntimeError at ttgir: planted")
 
 
-def test_shared_memory_is_limited_by_the_older_chip_and_by_the_device() -> None:
+def test_shared_memory_is_limited_by_the_older_chip_and_by_the_device():
     """sm_86 has 99 KiB, whatever sm_90 has; and 163 KiB of sm_80 do not fit on sm_120."""
     seen = checked(compiles(110_000), None, "sm_86")
     assert seen.outcome == "error"
@@ -162,11 +158,11 @@ def test_shared_memory_is_limited_by_the_older_chip_and_by_the_device() -> None:
 # ---- cells
 
 
-def made_cell(monkeypatch: pytest.MonkeyPatch, planted: str, seen: Numerics | None, **options: Any) -> Cell:
+def made_cell(monkeypatch, planted, seen, **options):
     """A cell whose compiler is planted and whose run as an older chip's code is `seen`; None: there must be no run. The
     planted compiler gets sm_100 right and lets sm_120 spill."""
 
-    def check(self: PtxExecutor, *_: Any) -> Numerics:
+    def check(self, *_):
         assert seen is not None, "was not to be run"
         return seen
 
@@ -180,11 +176,11 @@ def made_cell(monkeypatch: pytest.MonkeyPatch, planted: str, seen: Numerics | No
     return found[0]
 
 
-def numbers(outcome: Any, reason: str = "") -> Numerics:
+def numbers(outcome, reason=""):
     return Numerics(outcome=outcome, where=LABEL, error=1e-3, budget=2e-3, reason=reason)
 
 
-def test_right_numbers_are_level_runs_with_the_label(monkeypatch: pytest.MonkeyPatch, planted: str) -> None:
+def test_right_numbers_are_level_runs_with_the_label(monkeypatch, planted):
     cell = made_cell(monkeypatch, planted, numbers("pass"))
     assert (cell.status, cell.level, cell.label, cell.native) == ("PASS", "runs", LABEL, None)
     assert cell.older == numbers("pass")
@@ -200,28 +196,26 @@ def test_right_numbers_are_level_runs_with_the_label(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(("outcome", "status"), [("fail", "FAIL"), ("error", "FAIL"), ("hang", "TIMEOUT")])
-def test_wrong_numbers_are_red_and_named(
-    monkeypatch: pytest.MonkeyPatch, planted: str, outcome: str, status: str
-) -> None:
+def test_wrong_numbers_are_red_and_named(monkeypatch, planted, outcome, status):
     cell = made_cell(monkeypatch, planted, numbers(outcome, "planted"))
     assert (cell.status, cell.level, cell.label) == (status, "declared", "")
     assert cell.reason == f"{LABEL} numerics: planted"
 
 
-def test_what_could_not_be_run_is_no_evidence(monkeypatch: pytest.MonkeyPatch, planted: str) -> None:
+def test_what_could_not_be_run_is_no_evidence(monkeypatch, planted):
     cell = made_cell(monkeypatch, planted, numbers("not_run", "CUDA error 222"))
     assert (cell.status, cell.level, cell.label) == ("PASS", "compiles", "")
     assert cell.older.reason == "CUDA error 222"
 
 
-def test_a_tile_that_spills_stays_without_a_level(monkeypatch: pytest.MonkeyPatch, planted: str) -> None:
+def test_a_tile_that_spills_stays_without_a_level(monkeypatch, planted):
     """Right numbers do not take back what a gate said."""
     cell = made_cell(monkeypatch, planted, None, arch="sm_120")
     assert cell.status == "FAIL"
     assert cell.older is None
 
 
-def test_without_a_newer_gpu_or_switched_off_nothing_is_run(monkeypatch: pytest.MonkeyPatch, planted: str) -> None:
+def test_without_a_newer_gpu_or_switched_off_nothing_is_run(monkeypatch, planted):
     for options in ({"left_out": ("older",)}, {"here": ()}, {"here": (target("cpu:generic"),)}):
         cell = made_cell(monkeypatch, planted, None, **options)
         assert (cell.status, cell.level, cell.older) == ("PASS", "compiles", None)
@@ -230,7 +224,7 @@ def test_without_a_newer_gpu_or_switched_off_nothing_is_run(monkeypatch: pytest.
 # ---- verify, and the command lines
 
 
-def rows(monkeypatch: pytest.MonkeyPatch, seen: Numerics, *here: str, **options: Any) -> list[verify.VerificationRow]:
+def rows(monkeypatch, seen, *here, **options):
     monkeypatch.setattr(PtxExecutor, "check", lambda *_: seen)
     monkeypatch.setattr(verify, "devices", lambda: [target(name) for name in here])
     monkeypatch.setattr(verify.Interpreter, "check", lambda *_: numbers("pass"))
@@ -239,7 +233,7 @@ def rows(monkeypatch: pytest.MonkeyPatch, seen: Numerics, *here: str, **options:
     return list(verify.verify(["mla_attention"], target("cuda:sm_80"), Settings(), 5.0, said.append, **options))
 
 
-def test_a_verified_row_says_level_and_label(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_verified_row_says_level_and_label(monkeypatch):
     row, _ = rows(monkeypatch, numbers("pass"), "cuda:sm_90")
     assert (row.verdict, row.level, row.label) == ("agree", "runs", LABEL)
     row, _ = rows(monkeypatch, numbers("fail", "planted"), "cuda:sm_90")
@@ -252,21 +246,21 @@ def test_a_verified_row_says_level_and_label(monkeypatch: pytest.MonkeyPatch) ->
         rows(monkeypatch, numbers("pass"), run_ptx_compat=True)
 
 
-def called(*arguments: str) -> tuple[int, str, str]:
+def called(*arguments):
     result = CliRunner().invoke(main, list(arguments), prog_name="portattn")
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return result.exit_code, result.stdout, result.stderr
 
 
 @pytest.fixture
-def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_device(monkeypatch):
     monkeypatch.setattr("portattn.planning.registry.devices", lambda: [])
     monkeypatch.setattr(verify, "devices", lambda: [])
     monkeypatch.setattr(verify.Interpreter, "check", lambda *_: numbers("pass"))
 
 
 @pytest.mark.usefixtures("no_device")
-def test_asked_for_without_a_gpu_is_one_clear_error(tmp_path: Path) -> None:
+def test_asked_for_without_a_gpu_is_one_clear_error(tmp_path):
     needs = "running sm_80 code needs an NVIDIA GPU newer than sm_80; none is here"
     status, out, err = called("verify", "mla_attention", "--target", "cuda:sm_80", "--run-older")
     assert (status, out) == (2, "")
@@ -279,7 +273,7 @@ def test_asked_for_without_a_gpu_is_one_clear_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_device")
-def test_not_asked_for_without_a_gpu_it_is_said() -> None:
+def test_not_asked_for_without_a_gpu_it_is_said():
     status, out, _ = called("verify", "mla_attention", "--target", "cuda:sm_80", "--toolchain", TOOLCHAIN)
     assert status == 0
     assert "not run as sm_80 code: running sm_80 code needs an NVIDIA GPU newer than sm_80; none is here" in out
@@ -290,7 +284,7 @@ def test_not_asked_for_without_a_gpu_it_is_said() -> None:
 
 
 @pytest.mark.usefixtures("no_device")
-def test_the_label_is_in_text_and_json(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_label_is_in_text_and_json(monkeypatch):
     monkeypatch.setattr(PtxExecutor, "check", lambda *_: numbers("pass"))
     line = ("verify", "mla_attention", "--target", "cuda:sm_80", "--toolchain", TOOLCHAIN)
     status, out, _ = called(*line)

@@ -1,19 +1,16 @@
 """On a newer NVIDIA GPU: every kernel family as code of sm_80, sm_86 and sm_89, against the oracle."""
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import pytest
 
-from portattn import Problem, Target
 from portattn.backends.cuda.ptx_compat import PtxExecutor
 from portattn.planning.planner import plan
 from portattn.planning.registry import devices, parse_target
 from portattn.schema.toolchain import installed_toolchain
 from portattn.testing import canary
-from portattn.testing.findings import Numerics
 from portattn.tools.matrix import problems
 from portattn.worker.client import Reply, Worker
 
@@ -30,7 +27,7 @@ class Keeping(Worker):
 
     last: Reply | None = None
 
-    def request(self, task: str, seconds: float, **fields: Any) -> Reply:
+    def request(self, task, seconds, **fields):
         self.last = super().request(task, seconds, **fields)
         return self.last
 
@@ -39,7 +36,7 @@ Workers = tuple[Keeping, Keeping]
 
 
 @pytest.fixture(scope="module")
-def workers() -> Iterator[Workers]:
+def workers():
     """One child that compiles and one that runs, both of this Python; each has answered."""
     alone = {"OMP_NUM_THREADS": "1"}  # test processes run side by side
     with Keeping(environment=alone, runs="") as compiling, Keeping(environment=alone, runs="kernels") as running:
@@ -49,21 +46,21 @@ def workers() -> Iterator[Workers]:
         yield compiling, running
 
 
-def told(reply: Reply | None) -> str:
+def told(reply):
     """An answer with the end of the child's log."""
     if reply is None:
         return "was asked nothing"
     return f"{reply.outcome} at stage {reply.stage!r}: {reply.kind}: {reply.message}\n{reply.log[-3000:]}"
 
 
-def why(seen: Numerics, workers: Workers) -> str:
+def why(seen, workers):
     """What a failed test says: the reason, and what both children said last."""
     children = [f"the child that {what}: {told(w.last)}" for what, w in zip(("compiles", "runs"), workers, strict=True)]
     return "\n".join([f"{seen.outcome}: {seen.reason}", *children])
 
 
 @pytest.fixture(scope="module")
-def older() -> PtxExecutor:
+def older():
     found = PtxExecutor(SECONDS, devices())
     lacks = found.lacks(target("sm_80")) or without_assembler()
     if lacks:
@@ -71,7 +68,7 @@ def older() -> PtxExecutor:
     return found
 
 
-def without_assembler() -> str:
+def without_assembler():
     """Why this Triton assembles no code of the older chips; empty where it does."""
     from triton.backends.nvidia import compiler
 
@@ -84,11 +81,11 @@ def without_assembler() -> str:
         return f"this Triton assembles no sm_80 code: {missing}"
 
 
-def target(arch: str) -> Target:
+def target(arch):
     return parse_target(f"cuda:{arch}", str(installed_toolchain()))
 
 
-def run(older: PtxExecutor, arch: str, problem: Problem, workers: Workers, scaled: bool = False) -> Numerics:
+def run(older, arch, problem, workers, scaled=False):
     where = target(arch)
     if older.lacks(where):
         pytest.skip(older.lacks(where))
@@ -99,7 +96,7 @@ def run(older: PtxExecutor, arch: str, problem: Problem, workers: Workers, scale
 
 @pytest.mark.parametrize("arch", ARCHES)
 @pytest.mark.parametrize("name", CASES)
-def test_canaries_are_right_as_an_older_chips_code(older: PtxExecutor, workers: Workers, arch: str, name: str) -> None:
+def test_canaries_are_right_as_an_older_chips_code(older, workers, arch, name):
     seen = run(older, arch, CASES[name], workers)
     assert seen.outcome == "pass", why(seen, workers)
     assert seen.where.startswith(f"{arch} code on sm_")
@@ -112,9 +109,7 @@ def test_canaries_are_right_as_an_older_chips_code(older: PtxExecutor, workers: 
 
 @pytest.mark.parametrize("arch", ARCHES)
 @pytest.mark.parametrize("name", LARGE)
-def test_usual_sizes_are_right_as_an_older_chips_code(
-    older: PtxExecutor, workers: Workers, arch: str, name: str
-) -> None:
+def test_usual_sizes_are_right_as_an_older_chips_code(older, workers, arch, name):
     where = target(arch)
     if plan(LARGE[name], where).path != "triton":
         pytest.skip("another path is planned there")
@@ -125,10 +120,10 @@ def test_usual_sizes_are_right_as_an_older_chips_code(
 class Changed:
     """A compiler's child whose texts are changed: the first `old` becomes `new`."""
 
-    def __init__(self, worker: Worker, old: str, new: str) -> None:
+    def __init__(self, worker, old, new):
         self.worker, self.old, self.new = worker, old, new
 
-    def request(self, task: str, seconds: float, **fields: Any) -> Reply:
+    def request(self, task, seconds, **fields):
         reply = self.worker.request(task, seconds, **fields)
         assert reply.outcome == "ok", told(reply)
         assert self.old in str(reply.facts["ptx"]), f"the code has no {self.old!r}"
@@ -147,9 +142,7 @@ class Changed:
         ("\tret;", "\tmov.u64 \t%rd1, 64;\n\tst.global.u32 \t[%rd1], 0;\n\tret;", "error crash", ""),
     ],
 )
-def test_bugs_in_the_code_are_seen(
-    older: PtxExecutor, workers: Workers, old: str, new: str, outcome: str, said: str
-) -> None:
+def test_bugs_in_the_code_are_seen(older, workers, old, new, outcome, said):
     changed: Any = Changed(workers[0], old, new)
     seen = run(older, "sm_80", CASES["attention 0"], (changed, workers[1]))
     assert seen.outcome in outcome.split(), why(seen, workers)
@@ -158,6 +151,6 @@ def test_bugs_in_the_code_are_seen(
     assert seen.outcome == "pass", why(seen, workers)  # the next one is not harmed
 
 
-def test_nothing_is_run_on_an_equal_device(older: PtxExecutor) -> None:
+def test_nothing_is_run_on_an_equal_device(older):
     assert older.device is not None
     assert "a GPU newer than it" in older.lacks(older.device)

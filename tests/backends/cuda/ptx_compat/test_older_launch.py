@@ -3,7 +3,6 @@
 import ast
 import ctypes
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,7 +33,7 @@ TENSOR = torch.zeros(64)
 VALUES: dict[str, Any] = {"n": -7, "x": TENSOR, "far": 2**40, "scale": 0.25}  # by name: the order is the kernel's
 
 
-def text(target: str = "sm_80", parameters: tuple[str, ...] = PARAMETERS) -> str:
+def text(target="sm_80", parameters=PARAMETERS):
     lines = ",\n".join(f"\t.param .{kind} entry_param_{n}" for n, kind in enumerate(parameters))
     return (
         f"//\n// .version 1.0, of a comment\n.version 8.7\n.target {target}\n.address_size 64\n"
@@ -43,12 +42,12 @@ def text(target: str = "sm_80", parameters: tuple[str, ...] = PARAMETERS) -> str
     )
 
 
-def code(ptx: str, **changes: Any) -> PtxCode:
+def code(ptx, **changes):
     empty = signature(KernelCall("m", "f", (1,), {}, {}, Launch(block_m=16, block_n=16, num_warps=4, num_stages=1)))
     return PtxCode(**({"text": ptx, "shared": 0, "num_warps": 4, "scratch": 0, "signature": empty} | changes))
 
 
-def test_a_text_says_what_it_needs() -> None:
+def test_a_text_says_what_it_needs():
     ptx = read(text())
     assert (ptx.version, ptx.target, ptx.capability, ptx.portable) == ("8.7", "sm_80", 80, True)
     assert (ptx.entry, ptx.threads) == ("entry", 128)
@@ -74,12 +73,12 @@ def test_a_text_says_what_it_needs() -> None:
         (text(parameters=("b8 s[16]",)), "is not a number or a pointer"),
     ],
 )
-def test_texts_that_are_not_one_kernel_are_refused(broken: str, said: str) -> None:
+def test_texts_that_are_not_one_kernel_are_refused(broken, said):
     with pytest.raises(BadPtx, match=said):
         read(broken)
 
 
-def test_every_prefix_of_a_text_is_refused_or_whole() -> None:
+def test_every_prefix_of_a_text_is_refused_or_whole():
     whole = text()
     body = whole.rindex("{")
     for length in range(body):
@@ -89,10 +88,9 @@ def test_every_prefix_of_a_text_is_refused_or_whole() -> None:
 
 
 @pytest.mark.parametrize("scratch", [0, 1, 2])
-def test_arguments_go_in_the_kernels_order_and_scratch_is_null(scratch: int) -> None:
+def test_arguments_go_in_the_kernels_order_and_scratch_is_null(scratch):
     """Triton 3.2 appends nothing, 3.3 and 3.4 one pointer, 3.5 and later two."""
-    ptx = read(text(parameters=PARAMETERS[:4] + PARAMETERS[4:] * scratch))
-    found = arguments(ptx, TYPES, VALUES)
+    found = arguments(read(text(parameters=PARAMETERS[:4] + PARAMETERS[4:] * scratch)), TYPES, VALUES)
     assert [one.value for one in found] == [TENSOR.data_ptr(), 0.25, -7, 2**40] + [None] * scratch
     assert [ctypes.sizeof(one) for one in found] == [8, 4, 4, 8] + [8] * scratch
 
@@ -109,12 +107,12 @@ def test_arguments_go_in_the_kernels_order_and_scratch_is_null(scratch: int) -> 
         (PARAMETERS, TYPES | {"n": "i16"}, "type i16 is not one that is passed here"),
     ],
 )
-def test_parameters_that_do_not_match_are_refused(parameters: Any, types: dict[str, str], said: str) -> None:
+def test_parameters_that_do_not_match_are_refused(parameters, types, said):
     with pytest.raises(BadPtx, match=said):
         arguments(read(text(parameters=parameters)), types, VALUES)
 
 
-def test_a_launch_reaches_the_driver_as_it_was_meant() -> None:
+def test_a_launch_reaches_the_driver_as_it_was_meant():
     cuda = FakeCuda()
     function = CudaDriver(cuda).load(text(), "entry")
     function.launch((3, 2, 1), 128, 100_000, 77, arguments(read(text()), TYPES, VALUES))
@@ -126,7 +124,7 @@ def test_a_launch_reaches_the_driver_as_it_was_meant() -> None:
     assert (cuda.loaded, cuda.unloaded) == ([text()], 1)
 
 
-def test_little_shared_memory_is_not_asked_for() -> None:
+def test_little_shared_memory_is_not_asked_for():
     cuda = FakeCuda()
     function = CudaDriver(cuda).load(text(parameters=()), "entry")
     function.launch((1, 1, 1), 32, 49_152, 0, [])
@@ -146,26 +144,26 @@ def test_little_shared_memory_is_not_asked_for() -> None:
         (999, CudaError, "CUDA error 999, which the driver has no name for"),
     ],
 )
-def test_a_text_that_the_driver_refuses(refuses: int, kind: type[CudaError], said: str) -> None:
+def test_a_text_that_the_driver_refuses(refuses, kind, said):
     with pytest.raises(kind, match=said) as caught:
         CudaDriver(FakeCuda(refuses=refuses, log=b"line 7; no such thing")).load(text(), "entry")
     assert type(caught.value) is kind
     assert caught.value.code == refuses
 
 
-def test_an_entry_that_is_not_there_leaves_nothing_loaded() -> None:
+def test_an_entry_that_is_not_there_leaves_nothing_loaded():
     cuda = FakeCuda()
     with pytest.raises(CudaError, match="cuModuleGetFunction: CUDA error 500"):
         CudaDriver(cuda).load(text(), "another")
     assert cuda.unloaded == 1
 
 
-def test_a_device_says_what_it_is() -> None:
+def test_a_device_says_what_it_is():
     driver = CudaDriver(FakeCuda(capability=89, most=101_376, version=12_080))
     assert (driver.capability(), driver.shared_memory(), driver.version()) == (89, 101_376, "12.8")
 
 
-def test_a_machine_without_a_driver_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_a_driver_says_so(monkeypatch):
     monkeypatch.setattr(ptx_compat, "LIBRARY", "libcuda-that-is-not-there.so.1")
     ptx_compat.library.cache_clear()
     with pytest.raises(PortattnError, match="the CUDA driver cannot be loaded: libcuda-that-is-not-there"):
@@ -187,9 +185,7 @@ def test_a_machine_without_a_driver_says_so(monkeypatch: pytest.MonkeyPatch) -> 
         (text(), 80, {}, {"num_warps": 8}, "demands 128 threads, and was compiled with 8 warps"),
     ],
 )  # fmt: skip
-def test_code_that_cannot_be_run_here_is_refused(
-    ptx: str, capability: int, device: dict[str, int], changes: dict[str, Any], said: str
-) -> None:
+def test_code_that_cannot_be_run_here_is_refused(ptx, capability, device, changes, said):
     with pytest.raises(BadPtx, match=said):
         fits(read(ptx), code(ptx, **changes), CudaDriver(FakeCuda(**device)), capability)
     fits(read(text()), code(text()), CudaDriver(FakeCuda()), 80)
@@ -198,7 +194,7 @@ def test_code_that_cannot_be_run_here_is_refused(
 # ---- what the installed Triton and those of the lab make of a real kernel
 
 
-def merge() -> KernelCall:
+def merge():
     """A launch of the kernel that merges partial results, on this CPU's tensors."""
     target = parse_target("cuda:sm_80", "triton==3.6.0")
     made = plan(canary.CASES["decode_attention"][0], target)
@@ -207,14 +203,14 @@ def merge() -> KernelCall:
     return next(launch for launch in launches if launch.function == "combine")
 
 
-def names_of(module: str, interpreted: bool = False) -> Any:
+def names_of(module, interpreted=False):
     """What stands in for a kernel's module, which this process may have for the interpreter only."""
     path = Path(next(iter(kernels.__path__))) / f"{module.rpartition('.')[2]}.py"
     found = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
     return SimpleNamespace(**{f.name: SimpleNamespace(arg_names=[one.arg for one in f.args.args]) for f in found})
 
 
-def compiled(worker: Worker, capability: int, launch: KernelCall) -> PtxCode:
+def compiled(worker, capability, launch):
     made = signature(launch)
     reply = worker.request(
         "compile", 120.0, signature=msgspec.to_builtins(made), target=["cuda", capability, 32], env={}, facts="text"
@@ -228,16 +224,14 @@ def compiled(worker: Worker, capability: int, launch: KernelCall) -> PtxCode:
 
 
 @pytest.fixture(scope="module")
-def compiler() -> Iterator[Worker]:
+def compiler():
     with Worker() as worker:
         yield worker
 
 
 @pytest.mark.compiles
 @pytest.mark.parametrize("capability", [80, 86, 89])
-def test_a_compiled_kernel_is_launched_with_its_arguments(
-    compiler: Worker, monkeypatch: pytest.MonkeyPatch, capability: int
-) -> None:
+def test_a_compiled_kernel_is_launched_with_its_arguments(compiler, monkeypatch, capability):
     """A whole run on a stand-in of sm_90: the values that arrive are the call's, in the kernel's own order."""
     launch = merge()
     made = compiled(compiler, capability, launch)
@@ -258,9 +252,7 @@ def test_a_compiled_kernel_is_launched_with_its_arguments(
 
 
 @pytest.mark.compiles
-def test_a_plans_launches_all_run_and_what_writes_nothing_is_found(
-    compiler: Worker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plans_launches_all_run_and_what_writes_nothing_is_found(compiler, monkeypatch):
     """The stand-in computes nothing: the outputs stay NaN, and the oracle says so."""
     target = parse_target("cuda:sm_80", "triton==3.6.0")
     made = plan(canary.CASES["paged_attention"][0], target)
@@ -269,7 +261,7 @@ def test_a_plans_launches_all_run_and_what_writes_nothing_is_found(
     texts = [msgspec.to_builtins(compiled(compiler, 80, launch)) for launch in launches]
     cuda, stages, devices = FakeCuda(), list[str](), list[str]()
 
-    def on_cpu(request: dict[str, Any]) -> Any:
+    def on_cpu(request):
         devices.append(request["device"])
         return call_of(request | {"device": "cpu"})
 
@@ -289,7 +281,7 @@ def test_a_plans_launches_all_run_and_what_writes_nothing_is_found(
 
 
 @pytest.mark.compiles
-def test_code_for_another_call_is_refused(compiler: Worker) -> None:
+def test_code_for_another_call_is_refused(compiler):
     launch = merge()
     made = compiled(compiler, 80, launch)
     launch.arguments["out"] = launch.arguments["out"].bfloat16()
@@ -298,7 +290,7 @@ def test_code_for_another_call_is_refused(compiler: Worker) -> None:
 
 
 @pytest.mark.compiles
-def test_code_of_sm_90_is_bound_to_it(compiler: Worker) -> None:
+def test_code_of_sm_90_is_bound_to_it(compiler):
     made = compiled(compiler, 90, merge())
     with pytest.raises(BadPtx, match="sm_90a code runs on no other chip"):
         fits(read(made.text), made, CudaDriver(FakeCuda(capability=100)), 90)
@@ -307,7 +299,7 @@ def test_code_of_sm_90_is_bound_to_it(compiler: Worker) -> None:
 @pytest.mark.compiles
 @pytest.mark.usefixtures("real_lab")
 @pytest.mark.parametrize("toolchain", [t for t in lab.toolchains() if t.startswith("triton==")])
-def test_every_tritons_code_says_what_it_takes(toolchain: str) -> None:
+def test_every_tritons_code_says_what_it_takes(toolchain):
     if lab.find(toolchain) is None:
         pytest.skip(f"{toolchain} is not in the lab")
     launch = merge()

@@ -8,7 +8,7 @@ from typing import Any
 import coverage_data
 import isa_numbers as number
 import numpy as np
-from isa_numbers import F16, F32, M32
+from isa_numbers import BF16, F16, F32, M32
 
 from portattn.backends.rocm.emulator.amdgpu.assembly import ARCHES
 
@@ -43,7 +43,7 @@ def edges(kind: str) -> list[int]:
         width = int(kind[1:])
         wide = [n << 32 | m for n, m in zip(_INTEGERS, reversed(_INTEGERS), strict=True)] if width == 64 else []
         return [n & ((1 << width) - 1) for n in (*_INTEGERS, *wide)]
-    f = {"f16": F16, "f32": F32}[kind]
+    f = {"f16": F16, "bf16": BF16, "f32": F32}[kind]
     one = f.bias << f.mantissa
     positive = [
         0, 1, f.quiet, (1 << f.mantissa) - 1, 1 << f.mantissa,  # zero, denormals, the smallest normal number
@@ -59,7 +59,7 @@ def edges(kind: str) -> list[int]:
 
 def column(kind: str, count: int, random_: random.Random) -> list[int]:
     """`count` values of a kind: edges, random bits, and for floats numbers near 1."""
-    width = {"f16": 16, "f32": 32}.get(kind) or int(kind[1:])
+    width = int(kind.lstrip("bfu"))
     special = edges(kind)
 
     def one() -> int:
@@ -97,7 +97,7 @@ def result(machine: Any, kind: str, plane: int = 0) -> list[int]:
     found = machine.state.V[plane, 0].astype(object)
     if registers(kind) == 2:
         found = found + machine.state.V[plane + 1, 0].astype(object) * 2**32
-    mask = 0xFFFF if kind in ("u16", "f16") else (1 << 32 * registers(kind)) - 1
+    mask = 0xFFFF if kind in ("u16", "f16", "bf16") else (1 << 32 * registers(kind)) - 1
     return [int(x) & mask for x in found]
 
 

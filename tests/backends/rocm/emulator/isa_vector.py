@@ -1,15 +1,16 @@
 """What AMD's ISA documents say that vector instructions compute, lane by lane, on bit patterns. Written from the
 pseudocode of the CDNA, RDNA3 and RDNA4 ISA references, and from nothing of the model. Kinds of operands: u16, u32, u64
-integers (signed ones too: bits are bits); f16, f32 floats; f16x2, bf16x2 two, low first."""
+integers (signed ones too: bits are bits); f16, bf16, f32 floats; f16x2, bf16x2, f32x2, fp8x2, bf8x2 two, low first."""
 
 import math
 from collections.abc import Callable
+from fractions import Fraction
 from functools import cache
 from typing import Any
 
 import isa_extremes
 import isa_numbers as number
-from isa_numbers import BF16, F16, F32, M16, M32, M64, extended, field, signed
+from isa_numbers import BF16, F16, F32, M16, M32, M64, NAN, Format, extended, field, signed
 
 # (kind written, kinds read, definition). The definition gives bits, isa_numbers.NAN, or two of them for x2 kinds.
 Entry = tuple[str, str, Callable[..., Any]]
@@ -91,6 +92,75 @@ def dot2_f32_f16(a: int, b: int, c: int) -> int:
     return total
 
 
+def dot2_bf16_bf16(a: int, b: int, c: int) -> int:
+    """As dot2_f32_f16, of bf16: `tmp` is one too, so that each operation rounds to it."""
+    total = c
+    for n in (0, 16):
+        total = number.add(BF16, total, number.multiply(BF16, field(a, n, 16), field(b, n, 16)))
+    return total
+
+
+class _E4M3(Format):
+    """OCP's fp8: its highest exponent holds numbers too, up to 448, and one NaN; no infinity."""
+
+    infinity = 0x7E  # type: ignore[assignment] # the largest number
+
+
+FP8, BF8 = _E4M3(8, 3), Format(8, 2)
+NARROW = {"fp8": FP8, "bf8": BF8, "f16": F16, "bf16": BF16, "f32": F32}
+
+
+def narrowed(name: str, scale: int, x: int, source: Format) -> int:
+    """f32_to_fp8_scale and its like: x / 2^(exponent of the scale − 127), rounded once."""
+    f = NARROW[name]
+    if number.is_nan(source, x):
+        return NAN
+    sign = f.sign if number.negative(source, x) else 0
+    if number.is_infinite(source, x):
+        return NAN if f is FP8 else sign | f.infinity
+    value = number.exact(source, x) / Fraction(2) ** (number.exponent(F32, scale) - 127)
+    return NAN if f is FP8 and abs(value) > 464 else number.rounded(f, value, sign)  # 464: half way beyond 448
+
+
+def widened(name: str, scale: int, x: int, target: Format) -> int:
+    """fp8_to_f32_scale and its like."""
+    power = Fraction(2) ** (number.exponent(F32, scale) - 127)
+    if name == "fp4":
+        value = Fraction((0, 1, 2, 3, 4, 6, 8, 12)[x & 7], 2) * (-1 if x & 8 else 1)
+        return number.rounded(target, value * power, target.sign if x & 8 else 0)
+    f = NARROW[name]
+    if number.is_nan(f, x):
+        return NAN
+    sign = target.sign if number.negative(f, x) else 0
+    if f is BF8 and number.is_infinite(f, x):
+        return sign | target.infinity
+    return number.rounded(target, number.exact(f, x) * power, sign)
+
+
+def _scaled() -> dict[str, Entry]:
+    """V_CVT_SCALEF32_PK_…: the low half of fp8 sources, the low byte of fp4 ones; op_sel has a test of its own."""
+
+    def from_narrow(name: str, width: int, target: Format) -> Callable[..., Any]:
+        return lambda a, s: tuple(widened(name, s, field(a, width * n, width), target) for n in range(2))
+
+    def from_halves(name: str, source: Format) -> Callable[..., Any]:
+        return lambda a, s: tuple(narrowed(name, s, field(a, 16 * n, 16), source) for n in range(2))
+
+    def from_singles(name: str) -> Callable[..., Any]:
+        return lambda a, b, s: (narrowed(name, s, a, F32), narrowed(name, s, b, F32))
+
+    found: dict[str, Entry] = {}
+    for wide in ("f32", "f16", "bf16"):
+        for name, width in (("fp8", 8), ("bf8", 8), ("fp4", 4)):
+            function = from_narrow(name, width, NARROW[wide])
+            found[f"cvt_scalef32_pk_{wide}_{name}"] = (f"{wide}x2", "u32 f32", function)
+    for name in ("fp8", "bf8"):
+        found[f"cvt_scalef32_pk_{name}_f32"] = (f"{name}x2", "f32 f32 f32", from_singles(name))
+        for half in ("f16", "bf16"):
+            found[f"cvt_scalef32_pk_{name}_{half}"] = (f"{name}x2", "u32 f32", from_halves(name, NARROW[half]))
+    return found
+
+
 def _fract(a: int) -> int:
     """S0 − floor(S0), and never 1: the greatest number below 1 (the clamp that the instruction's text names)."""
     if number.is_nan(F32, a) or number.is_infinite(F32, a):
@@ -127,6 +197,7 @@ FLOAT: dict[str, Entry] = {
     "cvt_pk_f16_f32": ("f16x2", "f32 f32", lambda a, b: (number.convert(F32, F16, a), number.convert(F32, F16, b))),
     "cvt_pk_bf16_f32": ("bf16x2", "f32 f32", lambda a, b: (number.convert(F32, BF16, a), number.convert(F32, BF16, b))),
     "dot2_f32_f16": ("f32", "u32 u32 f32", dot2_f32_f16),
+    "dot2_bf16_bf16": ("bf16", "u32 u32 bf16", dot2_bf16_bf16), **_scaled(),
 }  # fmt: skip
 
 # Instructions whose destination is also their last source.
@@ -170,7 +241,7 @@ def masked(kind: str, value: Any) -> Any:
     return value
 
 
-FORMATS = {"f16": F16, "bf16": BF16, "f32": F32}
+FORMATS = NARROW
 
 
 def agrees(kind: str, found: int, expected: Any) -> bool:

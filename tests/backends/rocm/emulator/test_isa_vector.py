@@ -38,6 +38,10 @@ UNUSED["gfx942"] += [*_OTHERS.split(), "v_add_u32_e32", "v_sub_u32_e32", "v_subr
                      "v_ffbl_b32_e32", "v_ffbh_i32_e32"]  # fmt: skip
 UNUSED["gfx1100"] += [*_OTHERS.split(), "v_add_nc_u32_e32", "v_sub_nc_u32_e32", "v_subrev_nc_u32_e32",
                       "v_clz_i32_u32_e32", "v_ctz_i32_b32_e32", "v_xor3_b32"]  # fmt: skip
+for _arch in ("gfx1100", "gfx1201"):
+    UNUSED[_arch].append("v_dot2_bf16_bf16")
+SCALED = [f"v_{name}" for name in isa_vector.FLOAT if name.startswith("cvt_scalef32")]
+UNUSED["gfx950"] += SCALED
 CONSTANT = 0x40490FDB  # the literal of fmaak and fmamk
 OFF = 0x9C3A_5F01_DEAD_BEE5  # lanes that are on, where not all are
 
@@ -204,6 +208,24 @@ def test_extremes_without_ieee_mode(arch: str) -> None:
         machine.finish()
         function = definition(arch, name, ieee=False)[2]  # type: ignore[index]
         assert isa_run.result(machine, "f32") == [function(*values) for values in zip(*call.sources, strict=True)]
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_words_of_scaled_conversions(name: str) -> None:
+    """op_sel chooses the source's word, an fp4's byte; into fp8 the destination's word, and the other is kept."""
+    source, fp4, narrows = name.rpartition("_")[2], name.endswith("fp4"), "_pk_fp8" in name or "_pk_bf8" in name
+    for chosen in range(4 if fp4 else 2):
+        call = Call("gfx950", name, 30 + chosen)
+        given = [list(values) for values in call.sources]
+        if narrows:
+            call.given, last = given, 3 if source == "f32" else 2
+            found = call.run(f" op_sel:[{','.join(['0'] * last)},{chosen}]")
+            assert {x >> 16 * (1 - chosen) & 0xFFFF for x in found} == {asmkit.JUNK >> 16 * (1 - chosen) & 0xFFFF}
+            for lane, values in enumerate(zip(*call.sources, strict=True)):
+                assert isa_vector.agrees(call.kind, found[lane] >> 16 * chosen, call.function(*values)), call.text
+            continue
+        call.sources[0] = [value >> (8 if fp4 else 16) * chosen for value in given[0]]
+        call.check(f" op_sel:[{chosen & 1},{chosen >> 1},0]", given)
 
 
 SDWA = [(arch, name) for arch, name in CASES if name.endswith("_sdwa")]

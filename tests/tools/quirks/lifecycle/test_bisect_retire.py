@@ -181,8 +181,7 @@ def test_releases_that_nobody_tested_are_named(tmp_path) -> None:
 @pytest.mark.parametrize("missing", ["3.5.1 3.6.0", "3.5.1", ""])
 def test_a_recorded_failure_stays_in_the_range(tmp_path, missing: str) -> None:
     quirk = recorded(tmp_path, ">=3.5,<3.7", "3.5.1 3.6.0")
-    probe = Probe("" if missing else "3.5.1", missing=missing)
-    made = bisect_retire.bisect(quirk, RELEASES, probe, every=True)
+    made = bisect_retire.bisect(quirk, RELEASES, Probe("" if missing else "3.5.1", missing=missing), every=True)
     assert made.range == ">=3.5.1,<3.7"
     assert parse_range(made.range).contains("3.6.0")
     seen = {one.toolchain: one for one in made.tested}

@@ -32,7 +32,6 @@ def fail(arch: str, registry: Registry, buggy, monkeypatch) -> Incident:
     with buggy.worker() as worker:
         monkeypatch.setattr(ensure_compiled, "_worker", worker)
         verdict = ensure_compiled.ensure(made, launches, q, target, current())
-    assert verdict is not None
     kept = ensure_compiled.store(current()).incident(verdict.incident)
     assert kept is not None
     return kept
@@ -47,7 +46,6 @@ def fill_in(path: Path, effect: str) -> None:
 def test_from_a_failed_compile_to_a_work_around(buggy, worker, registry, triton, monkeypatch, tmp_path) -> None:
     first, second = (fail(arch, registry, buggy, monkeypatch) for arch in ("sm_86", "sm_89"))
     assert first.problem == PROBLEM
-    assert first.launch is not None
     assert first.launch.num_stages == 3
 
     # Draft: both chips, the words of the compiler, the specialisation; and its program fails again here.
@@ -104,8 +102,7 @@ def test_a_crash_becomes_an_entry_that_leads_to_another_path(buggy, worker, regi
     out = tmp_path / "drafts"
     draft = drafts.make(failure_facts.from_incident(incident, [incident], registry), registry, out, worker=worker)
     assert draft.reproduced is True
-    entry = Path(draft.files[-1])
-    fill_in(entry, 'path = "vendor"')
+    fill_in(Path(draft.files[-1]), 'path = "vendor"')
     known = Registry.read(find_backends(), out)
     assert plan(PROBLEM, known.target("cuda:sm_80", TOOLCHAIN), known).path == "sdpa"
     assert known.quirks[draft.id].symptom == "compiler-crash"

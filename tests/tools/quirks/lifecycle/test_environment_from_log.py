@@ -1,7 +1,5 @@
 """What a log says of chip, compiler and kernel is read from it; what it does not say stays unknown."""
 
-from typing import Any
-
 import pytest
 from lifecycle_logs import CASES, facts_of, read
 
@@ -17,21 +15,21 @@ from portattn.tools.quirks.recognise import environment_in
     [*CASES["versions"], (f"triton=={'9' * 5000}", "triton", "")],
     ids=lambda text: text[:40],
 )
-def test_versions(text: str, name: str, version: str, registry: Any) -> None:
+def test_versions(text, name, version, registry):
     """Also a number of more digits than Python reads, which is none."""
     found = environment_in(text, "mlir", registry).versions.get(name)
     assert (found.value if found else "") == version
 
 
 @pytest.mark.parametrize(("text", "chip"), CASES["chips"])
-def test_names_of_chips(text: str, chip: str, registry: Any) -> None:
+def test_names_of_chips(text, chip, registry):
     """By compilers, by drivers, and by texts that ask for another chip than the one that failed."""
     found = environment_in(text, "mlir", registry)
     backend, arch = (part.value if part else "" for part in (found.backend, found.arch))
     assert (f"{backend}:{arch}" if arch else f"{backend}/{found.chip}".removesuffix("/" if not backend else "")) == chip
 
 
-def test_a_fork_is_not_taken_for_the_triton_that_it_reports(registry) -> None:
+def test_a_fork_is_not_taken_for_the_triton_that_it_reports(registry):
     """triton.__version__ of triton-ascend says 3.2.0 as well: alone it names no compiler of an NPU."""
     assert facts_of("ascend-3.2-tf32", registry).compiler == ""
     [with_version] = failure_facts.from_log(read("ascend-3.2-tf32") + "triton==3.2.0\n", "log", registry)
@@ -40,17 +38,17 @@ def test_a_fork_is_not_taken_for_the_triton_that_it_reports(registry) -> None:
     assert named.compiler == "triton-ascend==3.2.0"
 
 
-def test_two_chips_in_a_log_are_no_chip(registry) -> None:
+def test_two_chips_in_a_log_are_no_chip(registry):
     assert environment_in("built for gfx942 and gfx950", "mlir", registry).arch is None
     assert environment_in("built for gfx942, gfx942", "mlir", registry).arch.value == "gfx942"
 
 
-def test_a_chip_that_portattn_does_not_know_is_said(registry) -> None:
+def test_a_chip_that_portattn_does_not_know_is_said(registry):
     found = environment_in('module attributes {ttg.target = "hip:gfx1153"} {', "mlir", registry)
     assert (found.backend.value, found.arch, found.chip) == ("rocm", None, "gfx1153")
 
 
-def test_what_is_named_counts_more_than_the_log(registry) -> None:
+def test_what_is_named_counts_more_than_the_log(registry):
     found = facts_of("triton-3.2-sm_120", registry, target="cuda:sm_120", toolchain="triton==3.2.0,ptxas==12.4.99")
     assert (found.backend, found.arches, found.compiler) == ("cuda", ("sm_120",), "triton==3.2.0")
     assert found.components["ptxas"] == "12.4.99"
@@ -67,19 +65,19 @@ def test_what_is_named_counts_more_than_the_log(registry) -> None:
         ("triton-3.2-sm_120", {"target": "cuda:sm_1"}, "--target"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_used_is_refused(name: str, named: dict[str, str], argument: str, registry) -> None:
+def test_what_cannot_be_used_is_refused(name, named, argument, registry):
     with pytest.raises(ArgumentError) as refused:
         facts_of(name, registry, **named)
     assert refused.value.argument == argument
 
 
-def test_a_log_that_names_no_chip_is_answered_with_what_to_give(registry) -> None:
+def test_a_log_that_names_no_chip_is_answered_with_what_to_give(registry):
     given = r"must name a chip .* give --target BACKEND:CHIP, or --backend .cuda, rocm, .*; recognised on line 1: Acc"
     with pytest.raises(ArgumentError, match=given):
         facts_of("triton-3.2-sm_120", registry)
 
 
-def test_programs_in_a_log() -> None:
+def test_programs_in_a_log():
     [module, *_] = excerpts(read("triton-3.6-gfx950-stages"))
     assert (module.kind, module.suffix) == ("ttgir", ".ttir")
     assert module.text.startswith("#blocked")
@@ -93,27 +91,25 @@ def test_programs_in_a_log() -> None:
     assert sources[0].text.startswith("def block_tile(base, rows, stride, D: tl.constexpr")
 
 
-def test_a_program_that_a_log_names_is_read_where_it_is(tmp_path) -> None:
+def test_a_program_that_a_log_names_is_read_where_it_is(tmp_path):
     path = tmp_path / "kernel.ttir"
     path.write_text("module {\n  tt.func public @f() {\n    tt.return\n  }\n}\n")
     [found] = excerpts(f"error: 'tt.load' op in {path}\nreproducer generated at /not/here.mlir")
     assert (found.kind, found.origin, found.text) == ("ttir", str(path), path.read_text())
 
 
-def test_a_module_that_was_cut_is_no_program() -> None:
+def test_a_module_that_was_cut_is_no_program():
     text = read("triton-3.6-gfx950-stages")
     middle = text.index("tt.load") + 2000
     assert not excerpts(f"{text[:middle]}\n… 9000 bytes …\n{text[middle + 9000 :]}")
 
 
-def test_a_request_in_a_log() -> None:
-    request = request_in(read("worker-time-out"))
-    assert request is not None
-    assert request["target"] == ["hip", "gfx1201", 32]
+def test_a_request_in_a_log():
+    assert request_in(read("worker-time-out"))["target"] == ["hip", "gfx1201", 32]
     assert request_in('{"version": 1, "task": "compile", "signature": {"cut": ') is None
 
 
-def test_of_two_makers_the_one_whose_compiler_failed(registry) -> None:
+def test_of_two_makers_the_one_whose_compiler_failed(registry):
     text = (
         'NVIDIA H100; AMD Instinct MI300X in the next rack\n  File "/opt/triton/backends/nvidia/compiler.py", line 1\n'
     )
@@ -129,21 +125,20 @@ def test_of_two_makers_the_one_whose_compiler_failed(registry) -> None:
         "torch.distributed.elastic: failed (exitcode: -6) local_rank: 0 of binary: /usr/bin/python\n",
     ],
 )
-def test_a_process_that_ended_is_no_compiler_that_died(text: str, registry: Any) -> None:
+def test_a_process_that_ended_is_no_compiler_that_died(text, registry):
     with pytest.raises(ArgumentError, match="nothing names a compiler; give --backend"):
         failure_facts.from_log(text, "log", registry)
     [named] = failure_facts.from_log(text, "log", registry, backend="cuda")
     assert named.backend == "cuda"
 
 
-def test_an_exception_is_no_kernels_name(registry: Any) -> None:
+def test_an_exception_is_no_kernels_name(registry):
     assert environment_in("Triton compilation failed: OutOfResources: shared", "triton", registry).function is None
     told = environment_in("Triton compilation failed: my_kernel", "triton", registry).function
-    assert told is not None
     assert told.value == "my_kernel"
 
 
-def test_the_function_and_the_address_in_what_llvm_cannot_select(registry: Any) -> None:
+def test_the_function_and_the_address_in_what_llvm_cannot_select(registry):
     text = (
         "LLVM ERROR: Cannot select: 0x55d0c8a3b2c0: v2f16 = fp_round 0x55d0c8a3b1f0, TargetConstant:i32<0>\n"
         "In function: dense_forward\n"

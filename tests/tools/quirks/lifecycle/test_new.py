@@ -58,7 +58,6 @@ def test_every_log_gives_a_draft_that_the_loader_refuses(name: str, registry, tm
     entry.write_text("\n".join(lines) + "\n")
     quirk, errors = check_file(entry, tuple(registry.backends))
     assert errors == []
-    assert quirk is not None
     assert not quirk.evidence.signature or any(re.search(quirk.evidence.signature, q) for q in quirk.evidence.quotes)
     # What the log says is evidence enough, but where any failure's log says it.
     lacking = [text for keys, text in audit.lacks(quirk) if keys == ("evidence", "signature")]
@@ -116,8 +115,7 @@ def test_numbers_are_the_next_free_ones(registry, tmp_path) -> None:
 def test_a_draft_is_of_one_failure_on_one_chip_and_compiler(registry, tmp_path) -> None:
     log, on = "triton-3.6-gfx950-stages", {"toolchain": "triton==3.6.0"}
     made = draft(log, registry, tmp_path, **on)
-    found = facts_of(log, registry, **on)
-    assert [entry.id for entry in drafts.find_drafts(found, tmp_path)] == [made.id]
+    assert [entry.id for entry in drafts.find_drafts(facts_of(log, registry, **on), tmp_path)] == [made.id]
     later = facts_of(log, registry, toolchain="triton==3.7.1")
     other = facts_of("triton-3.4-kpack", registry, **on)
     assert drafts.find_drafts(later, tmp_path) == drafts.find_drafts(other, tmp_path) == []
@@ -183,8 +181,7 @@ def test_help_says_where_drafts_go(portattn) -> None:
 
 
 def test_a_long_log_is_cut_round_its_cause() -> None:
-    log = "\n".join(f"line {n}" for n in range(1, 501))
-    shown = excerpt(log, 250)
+    shown = excerpt("\n".join(f"line {n}" for n in range(1, 501)), 250)
     assert "line 250\n" in shown
     assert shown.startswith("…\nline 238\n")
     assert shown.endswith("line 500")
@@ -217,8 +214,7 @@ def test_a_real_log_fails_again_under_the_installed_compiler(registry, tmp_path)
     if str(installed_toolchain()) != "triton==3.6.0":
         pytest.skip(f"the logs are of triton==3.6.0, and this is {installed_toolchain()}")
     for name in ("triton-3.6-gfx950-stages", "ptxas-registers"):
-        found = facts_of(name, registry, toolchain="triton==3.6.0")
-        made = drafts.make(found, registry, tmp_path, force=True)
+        made = drafts.make(facts_of(name, registry, toolchain="triton==3.6.0"), registry, tmp_path, force=True)
         assert made.reproduced is True, made.replay
 
 
@@ -382,8 +378,7 @@ def test_a_replay_has_only_variables_that_are_permitted(registry, tmp_path, port
     called = portattn(
         "quirks", "new", "--from-log", str(tmp_path / "build.log"), "--out", str(tmp_path), "--force", "--no-replay"
     )
-    program = next((tmp_path / "probes").glob("*.py")).read_text()
-    assert (name in program) is kept
+    assert (name in next((tmp_path / "probes").glob("*.py")).read_text()) is kept
     assert (f"left out: variable {name}={value!r}: no switch of the compiler's" in called.out) is not kept
     assert ("add it to ENV of the program" in called.out) is not kept
 
@@ -395,7 +390,6 @@ def test_an_incidents_variables_are_as_a_logs(registry) -> None:
         environment_set={"TRITON_PTXAS_PATH": "/tmp/evil", "TRITON_HIP_USE_ASYNC_COPY": "0"},
     )  # fmt: skip
     found = failure_facts.from_incident(given, [], registry)
-    assert found.specialised is not None
     assert found.env == found.specialised.env == {"TRITON_HIP_USE_ASYNC_COPY": "0"}
     assert any("TRITON_PTXAS_PATH='/tmp/evil'" in text for text in found.left_out)
 
@@ -424,11 +418,9 @@ def test_a_replay_has_only_options_that_a_backend_declares(registry) -> None:
     kept = {"num_warps": 4, "waves_per_eu": 2, "schedule_hint": "attention,local-prefetch", "launch_pdl": True}
     wrong = {"kpack": "evil", "num_stages": True, "maxnreg": "x", "multibuffer": 1, "extern_libs": "/tmp/evil.bc"}
     [found] = failure_facts.from_log(crafted(options=kept | wrong), "build.log", registry)
-    assert found.signature is not None
     assert found.signature["options"] == kept
     assert [text.split("=")[0] for text in found.left_out] == [f"compiler option {name}" for name in wrong]
     [found] = failure_facts.from_log(crafted(options={"schedule_hint": "/etc/passwd"}), "build.log", registry)
-    assert found.signature is not None
     assert (found.signature["options"], len(found.left_out)) == ({}, 1)
     assert "schedule_hint='/etc/passwd': must be words" in found.left_out[0]
 
@@ -438,7 +430,6 @@ def test_signatures_of_every_kernel_of_ours_are_permitted(registry) -> None:
     types = {"q": f"tensordesc<fp16[64, 128],{layout}>", "k": "*fp16", "n": "i32", "x": "*kfp8e4nv", "t": "**fp16"}
     for module in ("portattn.kernels.dense", "portattn.backends.cuda.hopper_forward.kernel"):
         [found] = failure_facts.from_log(crafted(module=module, types=types), "build.log", registry)
-        assert found.signature is not None
         assert (found.signature["types"], found.left_out) == (types, ())
 
 

@@ -20,7 +20,6 @@ from portattn.tools.quirks.recognise import generalise, recognise, split
 @pytest.mark.parametrize(("kind", "symptom", "text"), CASES["lines"])
 def test_a_line_is_recognised(kind: str, symptom: str, text: str) -> None:
     failure = recognise(f"building\n{text}\n")
-    assert failure is not None
     assert (failure.kind, failure.symptom) == (kind, symptom)
     assert re.search(failure.signature, text)
 
@@ -39,7 +38,6 @@ PTXAS = {
 @pytest.mark.parametrize("kind", PTXAS)
 def test_either_assembler_of_triton(kind: str, program: str) -> None:
     failure = recognise(f"{program} {PTXAS[kind]}\n{program} fatal   : Ptx assembly aborted due to errors\n")
-    assert failure is not None
     assert (failure.kind, failure.stage) == (kind, "cubin")
     assert "ptxas" not in failure.signature, "it is the same failure by either of them"
     assert re.search(failure.signature, f"ptxas {PTXAS[kind]}")
@@ -60,7 +58,6 @@ def test_what_amds_assembler_rejects(place: str) -> None:
     ):
         text = f"{place}error: {said}\n\t{code}\n\t^\n"
         failure = recognise(text + raised.format(revision, "AMD assembler rejected generated AMDGCN"))
-        assert failure is not None
         assert (failure.kind, failure.stage) == ("amd-assembler", "hsaco")
         assert failure.cause == f"{said} {code.partition(' ')[0]}"
         assert re.search(failure.signature, text)
@@ -74,7 +71,6 @@ def test_no_revision_of_llvm_is_in_a_signature() -> None:
     for said in ("AMD assembler rejected generated AMDGCN", "failed to create AMD target machine"):
         raised = f"RuntimeError: AMD LLVM 6bc4aaf66-1: {said}\n"
         failure = recognise(f'  File "/opt/triton/backends/amd/compiler.py", line 180, in f\n{raised}')
-        assert failure is not None
         assert (failure.cause, failure.signature) == (said, said)
 
 
@@ -114,8 +110,6 @@ def test_a_signature_matches_what_it_was_made_of(text: str) -> None:
 def test_a_compiler_that_dies_after_its_error_has_crashed() -> None:
     error = "k.py:1:1: error: 'tt.load' op operation destroyed but still has uses\n"
     dead, raised = recognise(error + "Aborted (core dumped)\n"), recognise(error)
-    assert dead is not None
-    assert raised is not None
     assert (dead.symptom, raised.symptom) == ("compiler-crash", "compile-error")
     assert dead.signature == raised.signature
 
@@ -127,9 +121,7 @@ def test_a_long_log_takes_no_time() -> None:
     lines = '  File "/x/triton/runtime/jit.py", line 1, in run\n    error: none\nnothing to see: 12\n' * 25_000
     begun = time.process_time()
     assert recognise(lines) is None
-    found = recognise(lines + "LLVM ERROR: Cannot select: t7\n")
-    assert found is not None
-    assert found.kind == "llvm-error"
+    assert recognise(lines + "LLVM ERROR: Cannot select: t7\n").kind == "llvm-error"
     assert time.process_time() - begun < 20
 
 
@@ -189,8 +181,7 @@ def test_where_it_was_and_whose_it_is(name: str, registry) -> None:
         where = f"{one.backend}:{one.arches[0] if one.arches else one.chip}"
         assert (where, one.compiler, one.function) == (wanted["target"], wanted["compiler"], wanted["kernel"])
         entries = [entry for entry in find_known_failures(one, registry) if entry.in_cause]
-        shown = [f"{'is' if entry.is_it else 'looks like'} {entry.id}" for entry in entries]
-        assert shown == wanted["entries"]
+        assert [f"{'is' if entry.is_it else 'looks like'} {entry.id}" for entry in entries] == wanted["entries"]
         assert len([entry for entry in entries if entry.is_it]) <= 1, "one failure is no two entries"
 
 

@@ -1,7 +1,6 @@
 """Reducing: to the smallest specialisation that fails in the same way, by few compiles, never to another failure."""
 
 import subprocess
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -34,10 +33,10 @@ class Compiler:
 
     python = "python3"
 
-    def __init__(self, fails: Callable[[dict[str, Any], dict[str, Any]], str]) -> None:
+    def __init__(self, fails):
         self.fails, self.seen = fails, list[dict[str, Any]]()
 
-    def request(self, task: str, seconds: float, **fields: Any) -> Reply:
+    def request(self, task, seconds, **fields):
         self.seen.append(fields["signature"])
         text = self.fails(fields["signature"]["constants"], fields["signature"]["options"])
         if not text:
@@ -46,16 +45,14 @@ class Compiler:
         return Reply(outcome=outcome, stage="ttgir", kind="RuntimeError", message="PassManager::run failed", log=text)
 
 
-def subject(
-    registry: Registry, problem: Problem = BIG, symptom: str = "compile-error", **launch: int
-) -> reduce.Subject:
+def subject(registry, problem=BIG, symptom="compile-error", **launch):
     target = registry.target("cuda:sm_90", "triton==3.6.0")
     lowering, chosen = plan(problem, target, registry, settings=Settings(backend="triton")).specialised
     what = Specialisation(problem=problem, lowering=lowering, launch=chosen.changed({"num_stages": 4} | launch))
     return reduce.Subject(id="it", what=what, target=target, symptom=symptom, signature=r"'tt\.load' op planted")
 
 
-def test_only_what_the_failure_needs_is_left(registry) -> None:
+def test_only_what_the_failure_needs_is_left(registry):
     """Fails with softcap, three stages or more and key tiles over 16: all else goes."""
 
     def fails(constants, options):
@@ -85,12 +82,12 @@ def test_only_what_the_failure_needs_is_left(registry) -> None:
             assert same or not fails(call.constexprs, call.options()), step.name
 
 
-def made_target(registry: Registry):
+def made_target(registry):
     return registry.target("cuda:sm_90", "triton==3.6.0")
 
 
 @pytest.mark.parametrize("tiles", [{"block_m": 16, "rows_m": 128}, {"block_m": 128, "rows_m": 16}], ids=str)
-def test_of_two_tiles_the_one_that_fails_is_left(registry, tiles) -> None:
+def test_of_two_tiles_the_one_that_fails_is_left(registry, tiles):
     gradients = Problem(op="attention_backward", batch=1, heads_q=8, heads_k=8, seq_q=512, seq_k=512, head_dim=64)
 
     def fails(constants, options):
@@ -102,7 +99,7 @@ def test_of_two_tiles_the_one_that_fails_is_left(registry, tiles) -> None:
     assert (launch.block_m, launch.block_n, launch.num_warps, launch.num_stages) == (64, 16, 1, 2)
 
 
-def test_another_failure_is_not_the_same(registry) -> None:
+def test_another_failure_is_not_the_same(registry):
     """Without bias it fails with other words: bias stays."""
 
     def fails(constants, options):
@@ -114,20 +111,20 @@ def test_another_failure_is_not_the_same(registry) -> None:
     assert made.log.endswith(SAME)
 
 
-def test_a_hang_is_reduced_without_a_signature(registry) -> None:
+def test_a_hang_is_reduced_without_a_signature(registry):
     asked = msgspec.structs.replace(subject(registry, symptom="hang"), signature="")
     made = reduce.reduce(asked, registry, Compiler(lambda c, o: "hang" if o["num_stages"] > 1 else ""))
     assert made.after.launch.num_stages == 2
 
 
-def test_what_does_not_fail_is_refused(registry) -> None:
+def test_what_does_not_fail_is_refused(registry):
     with pytest.raises(PortattnError, match=r"does not fail on cuda:sm_90 with triton==3\.6\.0: compiles"):
         reduce.reduce(subject(registry), registry, Compiler(lambda c, o: ""))
     with pytest.raises(PortattnError, match="without a signature"):
         reduce.reduce(msgspec.structs.replace(subject(registry), signature=""), registry, Compiler(lambda c, o: SAME))
 
 
-def test_a_limit_of_compiles_ends_it(registry) -> None:
+def test_a_limit_of_compiles_ends_it(registry):
     compiler = Compiler(lambda c, o: SAME)
     made = reduce.reduce(subject(registry), registry, compiler, most=5)
     assert not made.complete
@@ -135,9 +132,9 @@ def test_a_limit_of_compiles_ends_it(registry) -> None:
     assert not made.after.problem.softcap
 
 
-def test_over_the_chips_memory_is_a_failure_too(registry) -> None:
+def test_over_the_chips_memory_is_a_failure_too(registry):
     class Large(Compiler):
-        def request(self, task: str, seconds: float, **fields: Any) -> Reply:
+        def request(self, task, seconds, **fields):
             used = 300_000 if fields["signature"]["constants"]["BLOCK_M"] >= 64 else 1024
             return Reply(outcome="ok", facts={"scratchpad_bytes": used})
 
@@ -148,7 +145,7 @@ def test_over_the_chips_memory_is_a_failure_too(registry) -> None:
 
 
 @pytest.mark.parametrize("named", full()[::9], ids=lambda named: named.name)
-def test_every_step_is_a_call_that_can_be_made(named, registry) -> None:
+def test_every_step_is_a_call_that_can_be_made(named, registry):
     """Steps of every kind of problem: each one that planning allows has launches, and changes something."""
     target = made_target(registry)
     made = plan(named.problem, target, registry, settings=Settings(backend="triton"))
@@ -170,7 +167,7 @@ def incident_of(registry, buggy, monkeypatch):
         return ensure_compiled.ensure(made, launches, q, target, current()).incident
 
 
-def test_an_incident_on_the_command_line(portattn, buggy, registry, incidents, monkeypatch, tmp_path) -> None:
+def test_an_incident_on_the_command_line(portattn, buggy, registry, incidents, monkeypatch, tmp_path):
     name = incident_of(registry, buggy, monkeypatch)
     monkeypatch.setattr("portattn.tools.lab.worker", lambda toolchain, **options: buggy.worker())
     called = portattn("quirks", "reduce", name, "--write", "--json", exits=0)
@@ -179,7 +176,6 @@ def test_an_incident_on_the_command_line(portattn, buggy, registry, incidents, m
     assert reduced["probe"].startswith("plan: attention --target cuda:sm_86")
     assert "compiles: num_warps" in called.err or "num_warps" in called.err
     smaller = incidents.incident(f"{name}-reduced")
-    assert smaller is not None
     assert called.json["written"] == f"incident {smaller.id}"
     assert smaller.problem.head_dim == 16
     # The command sends the request to a compiler, and what is kept of the log is the smaller one's.
@@ -190,7 +186,7 @@ def test_an_incident_on_the_command_line(portattn, buggy, registry, incidents, m
     )
 
 
-def test_a_quirks_probe_is_reduced_in_its_file(portattn, buggy, monkeypatch, tmp_path) -> None:
+def test_a_quirks_probe_is_reduced_in_its_file(portattn, buggy, monkeypatch, tmp_path):
     shape = "--q 2,8,1024,128 --kv 2,8,1024,128 --dtype bf16 --softcap"
     probe = f"plan: attention --target cuda:sm_89 {shape} --start num_stages=4"
     when = 'arch = ["sm_89"]\ntoolchain = { triton = "==3.6.0" }\nlaunch = { num_stages = ">=3" }'
@@ -210,8 +206,7 @@ def test_a_quirks_probe_is_reduced_in_its_file(portattn, buggy, monkeypatch, tmp
     assert "# as it was seen" in written
     assert "--softcap" not in written
     assert "num_stages=3" in written
-    again = Registry.read(find_backends(), tmp_path).quirks["cuda-0901-planted"]
-    assert again.evidence.probe in called.out
+    assert Registry.read(find_backends(), tmp_path).quirks["cuda-0901-planted"].evidence.probe in called.out
 
 
 @pytest.mark.parametrize(
@@ -222,21 +217,21 @@ def test_a_quirks_probe_is_reduced_in_its_file(portattn, buggy, monkeypatch, tmp
         (("ascend-0014-sparse-reshape-crash", "--most", "-1"), "--most"),
     ],
 )
-def test_bad_input(portattn, arguments, argument) -> None:
+def test_bad_input(portattn, arguments, argument):
     called = portattn("quirks", "reduce", *arguments, "--json", exits=2)
     error = called.json["error"]
     assert error.get("argument", argument) == argument  # a range that the option itself has is told in a sentence
     assert argument in called.err
 
 
-def test_a_quirk_without_a_planned_probe_is_refused(registry) -> None:
+def test_a_quirk_without_a_planned_probe_is_refused(registry):
     quirk = next(q for q in registry.quirks.values() if not q.evidence.probe.startswith("plan:"))
     with pytest.raises(ArgumentError, match="must have a probe of the form 'plan:'"):
         reduce.of_quirk(quirk, registry, None)
 
 
 @pytest.mark.compiles
-def test_a_real_failure_is_reduced(registry) -> None:
+def test_a_real_failure_is_reduced(registry):
     """Triton 3.6.0 fails on gfx950 at four stages with four loads in a loop: the bias is the fourth, and stays."""
     from portattn.schema.toolchain import installed_toolchain
     from portattn.tools import lab

@@ -50,7 +50,6 @@ def test_a_tombstone(tmp_path) -> None:
     now = Registry.read(find_backends(), tmp_path)
     assert set(now.quirks) == {"rocm-0902-next"}
     tombstone = now.retired["rocm-0901-planted"].retired
-    assert tombstone is not None
     assert (tombstone.date, tombstone.reason) == (TODAY, "fixed upstream")
     assert (tombstone.fixed_in, tombstone.replaced_by) == ("triton==3.3.1", "rocm-0902-next")
     assert drafts.next_number("rocm", tmp_path / "out", now) == 903
@@ -96,8 +95,7 @@ def test_a_confirmed_entry_is_not_buried(tmp_path, blocks: str, refused: bool) -
 
 
 def test_supported_compilers_in_the_range_are_named(tmp_path) -> None:
-    known = planted(tmp_path, range_=">=3.5,<3.7")
-    made = bisect_retire.retire("rocm-0901-planted", known, "gone")
+    made = bisect_retire.retire("rocm-0901-planted", planted(tmp_path, range_=">=3.5,<3.7"), "gone")
     assert made.still_in_range == ("triton==3.5.1", "triton==3.6.0")
 
 
@@ -123,8 +121,7 @@ def test_bad_input(tmp_path, given: dict[str, str], argument: str) -> None:
 
 
 def test_an_edit_that_would_break_the_file_is_not_written(tmp_path) -> None:
-    known = planted(tmp_path)
-    path = Path(known.quirks["rocm-0901-planted"].file)
+    path = Path(planted(tmp_path).quirks["rocm-0901-planted"].file)
     before = path.read_text()
     with pytest.raises(DataError, match="nothing was written"):
         edit(path, "rocm-0901-planted", lambda document: document.update(symptom="tired"))

@@ -51,8 +51,7 @@ def test_what_wraps_a_failure_is_not_another_one() -> None:
 def test_the_same_again_is_counted() -> None:
     [one] = found(KPACK_TRACE * 3)
     assert (one.times, one.failure.line) == (3, 4)
-    ranks = "".join(f"[rank{rank}]: {line}\n" for line in KPACK_TRACE.splitlines() for rank in (1, 0))
-    [one] = found(ranks)
+    [one] = found("".join(f"[rank{rank}]: {line}\n" for line in KPACK_TRACE.splitlines() for rank in (1, 0)))
     assert (one.times, one.streams) == (2, ("1", "0"))
 
 
@@ -157,8 +156,7 @@ def test_the_stage_of_another_tests_failure_is_not_this_ones() -> None:
 
 
 def test_a_separator_of_pytest_is_no_heading() -> None:
-    text = f"__ test_attn[gfx942] __\n_ _ _ _ _ _\nE   RuntimeError: x\n_ _ _ _ _ _\n{DOMINATES}\n"
-    [one] = found(text)
+    [one] = found(f"__ test_attn[gfx942] __\n_ _ _ _ _ _\nE   RuntimeError: x\n_ _ _ _ _ _\n{DOMINATES}\n")
     assert one.test == "__ test_attn[gfx942] __"
 
 

@@ -12,13 +12,10 @@ from planted_probe import plant
 
 from portattn.backends.rocm.emulator.executor import EmulatorExecutor
 from portattn.planning.registry import Registry
-from portattn.schema.quirk import Quirk
-from portattn.schema.target import Target
 from portattn.schema.toolchain import installed_toolchain
 from portattn.testing.executor import execute_code
 from portattn.testing.findings import Numerics
 from portattn.tools.quirks import probe, probe_plans
-from portattn.worker.client import Worker
 from portattn.worker.probe_harness import Bench, Code, Missing
 
 KNOWN = Registry.load()
@@ -49,7 +46,7 @@ def probe(arm, bench):
 compiles = pytest.mark.skipif(installed_toolchain().distribution != "triton", reason="needs community Triton")
 
 
-def planted(folder: Path, off: tuple[int, int], unchecked: tuple[str, ...] = ()) -> Quirk:
+def planted(folder, off, unchecked=()):
     program = COPY.format(arms={"control": (0, 0), "off": off, "on": (0, 0)}, unchecked=unchecked)
     quirk = plant(folder, **QUIET, program=program)
     (folder / "probes" / "harness.py").write_text(HARNESS.read_text())
@@ -71,7 +68,7 @@ def test_wrong_numbers_and_findings_are_seen(tmp_path, off, unchecked, told):
 
 @compiles
 @pytest.mark.compiles
-def test_fixed_compiler_turns_red(tmp_path: Path) -> None:
+def test_fixed_compiler_turns_red(tmp_path):
     result = probe.run(planted(tmp_path, off=(0, 0)), seconds=300)
     assert (result.verdict, result.level, result.red) == ("stale", "emulated", True), result
 
@@ -81,7 +78,7 @@ def test_fixed_compiler_turns_red(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "arch"), [("rocm-0007", "gfx1100"), ("rocm-0024", "gfx942"), ("any-0004", "gfx942")]
 )
-def test_shipped_probes_see_what_their_ranges_say(number: str, arch: str) -> None:
+def test_shipped_probes_see_what_their_ranges_say(number, arch):
     """On the installed compiler: confirmed where the entry's range has it, and red on the day that it is fixed."""
     (quirk,) = (quirk for id_, quirk in KNOWN.quirks.items() if id_.startswith(number))
     result = probe.run(quirk, target=f"rocm:{arch}", seconds=300)
@@ -89,7 +86,7 @@ def test_shipped_probes_see_what_their_ranges_say(number: str, arch: str) -> Non
     assert result.level == "emulated"
 
 
-def test_what_the_model_does_not_know_is_missing() -> None:
+def test_what_the_model_does_not_know_is_missing():
     """No verdict comes of an instruction that is not modelled, or of a compiler that the model was not tried with."""
     from portattn.backends.rocm.emulator.amdgpu import Program, UnknownInstruction
 
@@ -99,7 +96,7 @@ def test_what_the_model_does_not_know_is_missing() -> None:
     }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
 
-        def parse(text: str) -> None:
+        def parse(text):
             raise UnknownInstruction("v_new is not modelled")
 
         patch.setattr(Program, "parse", parse)
@@ -117,16 +114,16 @@ def test_what_the_model_does_not_know_is_missing() -> None:
         Bench("cuda:sm_90", ("cuda", 90, 32)).execute(Code({"ptx": ""}), {}, [])
 
 
-def wrong_result(symptom: str = "wrong-result", signature: str = "") -> Quirk:
+def wrong_result(symptom="wrong-result", signature=""):
     quirk = KNOWN.quirks["rocm-0001-four-stages"]
     when = msgspec.structs.replace(quirk.when, arch=("gfx942",))
     evidence = msgspec.structs.replace(quirk.evidence, probe=PROBE, signature=signature)
     return msgspec.structs.replace(quirk, symptom=symptom, when=when, evidence=evidence)
 
 
-def off_arm(monkeypatch: pytest.MonkeyPatch, seen: Numerics, quirk: Quirk) -> probe.Arm:
+def off_arm(monkeypatch, seen, quirk):
 
-    def check(self: EmulatorExecutor, plan: object, target: Target, compiler: Worker, runner: Worker) -> Numerics:
+    def check(self, plan, target, compiler, runner):
         return seen
 
     monkeypatch.setattr(EmulatorExecutor, "check", check)
@@ -135,7 +132,7 @@ def off_arm(monkeypatch: pytest.MonkeyPatch, seen: Numerics, quirk: Quirk) -> pr
 
 @compiles
 @pytest.mark.compiles
-def test_planned_wrong_results_are_executed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planned_wrong_results_are_executed(monkeypatch):
     arm = off_arm(
         monkeypatch, Numerics(outcome="fail", where="a model", reason="out's error 3 is over"), wrong_result()
     )
@@ -155,7 +152,7 @@ def test_planned_wrong_results_are_executed(monkeypatch: pytest.MonkeyPatch) -> 
 
 @compiles
 @pytest.mark.compiles
-def test_planned_probe_in_the_model() -> None:
+def test_planned_probe_in_the_model():
     """Really executed: this plan is right, so that an entry that says otherwise is stale."""
     quirk = wrong_result()
     registry = msgspec.structs.replace(KNOWN, quirks={quirk.id: quirk})

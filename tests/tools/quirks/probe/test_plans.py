@@ -61,8 +61,6 @@ def test_arms_differ_by_the_quirk_alone() -> None:
     where = place(quirk, "triton==3.6.0", None, KNOWN)
     started = probe_plans.with_start_values(KNOWN, stated, where)
     off, on = (probe_plans.plan_arm(quirk, arm, stated, where, started) for arm in ("off", "on"))  # type: ignore[arg-type]
-    assert off is not None
-    assert on is not None
     assert (off.specialised[1].num_stages, on.specialised[1].num_stages) == (4, 3)
     assert off.specialised[0] == on.specialised[0]
     assert off.specialised[0].k_tile == "row"
@@ -74,7 +72,6 @@ def test_another_entry_does_not_hide_the_bug() -> None:
     stated = probe_plans.parse(quirk.evidence.probe)
     where = place(quirk, "triton==3.9.0", None, KNOWN)
     off = probe_plans.plan_arm(quirk, "off", stated, where, probe_plans.with_start_values(KNOWN, stated, where))
-    assert off is not None
     assert (off.specialised[1].block_m, off.specialised[1].block_n) == (64, 64)
 
 
@@ -95,9 +92,7 @@ def test_path_effect_leaves_nothing_to_compile() -> None:
     stated = probe_plans.parse(quirk.evidence.probe)
     where = place(quirk, "triton==3.2.0", None, KNOWN)
     assert probe_plans.plan_arm(quirk, "on", stated, where, KNOWN) is None
-    off = probe_plans.plan_arm(quirk, "off", stated, where, KNOWN)
-    assert off is not None
-    assert off.path == "triton"
+    assert probe_plans.plan_arm(quirk, "off", stated, where, KNOWN).path == "triton"
 
 
 def test_every_shipped_plan_is_about_its_quirk() -> None:
@@ -123,8 +118,7 @@ def test_real_compiler() -> None:
         pytest.skip("needs community Triton")
     sizes = "--q 1,1,128,256 --kv 1,1,128,256 --dtype bf16"
     probe = f"plan: attention --target cuda:sm_86 {sizes} --start block_m=64,block_n=64"
-    quirk = probing_with(KNOWN.quirks["cuda-0009-shared-memory"], probe)
-    result = probing.run(quirk, seconds=300)
+    result = probing.run(probing_with(KNOWN.quirks["cuda-0009-shared-memory"], probe), seconds=300)
     assert result.verdict == "confirmed", result
     assert result.reason.startswith("out of resource: shared memory, required")
 

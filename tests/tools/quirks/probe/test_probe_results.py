@@ -8,7 +8,6 @@ from planted_probe import BOOM, OTHER, arms_of, child, plant
 
 from portattn.errors import ArgumentError, DataError
 from portattn.planning.quirk_files import load_quirk
-from portattn.schema.quirk import Quirk
 from portattn.schema.toolchain import parse_range
 from portattn.tools.quirks import probe, probe_results
 from portattn.tools.quirks.probe_results import record, saw
@@ -17,9 +16,7 @@ IN, OUT = ">=3.2", ">=3.7"  # the toolchain is triton==3.6.0
 PATH, NOTE = 'path = "reference"', 'note = "mind"'
 
 
-def probed(
-    folder: Path, range_: str, control: str, off: str, on: str, seconds: float = 60, **quirk: str
-) -> probe.ProbeResult:
+def probed(folder, range_, control, off, on, seconds=60, **quirk):
     with child(folder, control, off, on) as worker:
         return probe.run(plant(folder, range_=range_, **quirk), "triton==3.6.0", worker=worker, seconds=seconds)
 
@@ -43,7 +40,7 @@ def probed(
         (OUT, "crash", "pass", "pass", "broken", ["control"]),
     ],
 )
-def test_table(tmp_path: Path, range_: str, control: str, off: str, on: str, verdict: str, asked: list[str]) -> None:
+def test_table(tmp_path, range_, control, off, on, verdict, asked):
     result = probed(tmp_path, range_, control, off, on)
     assert result.verdict == verdict
     assert result.in_range is (range_ == IN)
@@ -51,7 +48,7 @@ def test_table(tmp_path: Path, range_: str, control: str, off: str, on: str, ver
     assert arms_of(tmp_path) == asked
 
 
-def test_hang_is_a_result(tmp_path: Path) -> None:
+def test_hang_is_a_result(tmp_path):
     """A hang is what a `hang` quirk describes, and something else for any other."""
     result = probed(tmp_path, IN, "pass", "hang", "pass", seconds=2, symptom="hang", signature="")
     assert (result.verdict, result.off.word, result.off.outcome) == ("confirmed", "fail:signature", "hang")
@@ -59,7 +56,7 @@ def test_hang_is_a_result(tmp_path: Path) -> None:
     assert (result.verdict, result.off.word) == ("changed", "fail:timeout")
 
 
-def test_crash_keeps_its_text(tmp_path: Path) -> None:
+def test_crash_keeps_its_text(tmp_path):
     result = probed(tmp_path, IN, "pass", "crash", "pass", symptom="compiler-crash")
     assert (result.off.outcome, result.off.kind) == ("crash", "SIGABRT")
     assert result.reason == "SIGABRT: Assertion `boom' failed."
@@ -72,13 +69,13 @@ def test_crash_keeps_its_text(tmp_path: Path) -> None:
         ("ModuleNotFoundError:No module named 'x'", "ModuleNotFoundError: No module named 'x'"),
     ],
 )
-def test_what_says_nothing_about_the_compiler_is_told_whole(tmp_path: Path, arm: str, words: str) -> None:
+def test_what_says_nothing_about_the_compiler_is_told_whole(tmp_path, arm, words):
     result = probed(tmp_path, IN, "pass", arm, "pass")
     assert result.verdict == "unverified"
     assert result.reason.startswith(f"off arm: {words}, which says nothing about the compiler; never verified on")
 
 
-def test_what_a_probe_sees_itself(tmp_path: Path) -> None:
+def test_what_a_probe_sees_itself(tmp_path):
     """Without a signature only what the probe reports is the quirk's; what the compiler raises is something else."""
     seen = "BugFound:61 for 64"
     quiet = {"symptom": "wrong-result", "signature": ""}
@@ -86,20 +83,20 @@ def test_what_a_probe_sees_itself(tmp_path: Path) -> None:
     assert probed(tmp_path, IN, "pass", BOOM, "pass", **quiet).verdict == "changed"
 
 
-def test_note_has_no_work_around_to_try(tmp_path: Path) -> None:
+def test_note_has_no_work_around_to_try(tmp_path):
     result = probed(tmp_path, IN, "pass", BOOM, BOOM, effect=NOTE)
     assert (result.verdict, result.on.word) == ("confirmed", "not run")
     assert probed(tmp_path, OUT, "pass", BOOM, BOOM, effect=NOTE).verdict == "too narrow"
 
 
-def test_off_alone(tmp_path: Path) -> None:
+def test_off_alone(tmp_path):
     with child(tmp_path, control=OTHER, off=BOOM) as worker:
         arm = probe.off(plant(tmp_path), "triton==3.6.0", worker=worker)
     assert arm.matched
     assert arms_of(tmp_path) == ["off"]
 
 
-def test_cannot_run_here(tmp_path: Path) -> None:
+def test_cannot_run_here(tmp_path):
     quirk = plant(tmp_path)
     result = probe.run(quirk, "triton==3.5.0")  # no release that the lab makes
     assert result.verdict == "unverified"
@@ -110,13 +107,13 @@ def test_cannot_run_here(tmp_path: Path) -> None:
         probe.off(quirk, "triton==3.5.0")
 
 
-def test_unverified_says_since_when(tmp_path: Path) -> None:
+def test_unverified_says_since_when(tmp_path):
     table = '\n[[verified]]\ntoolchain = "triton==3.5.0"\ntarget = "rocm:gfx942"\nlevel = "compiles"\n'
     quirk = plant(tmp_path, more=f'{table}off = "fail:signature"\non = "pass"\ndate = 2026-11-01\n')
     assert probe.run(quirk, "triton==3.5.0").reason.endswith("last verified here on 2026-11-01")
 
 
-def test_needs_a_device(tmp_path: Path) -> None:
+def test_needs_a_device(tmp_path):
     quirk = plant(tmp_path, more='needs = "rocm:gfx942"\n')
     with child(tmp_path) as worker:
         result = probe.run(quirk, "triton==3.6.0", worker=worker)
@@ -124,24 +121,24 @@ def test_needs_a_device(tmp_path: Path) -> None:
     assert result.reason.startswith("needs rocm:gfx942")
 
 
-def test_another_compiler(tmp_path: Path) -> None:
+def test_another_compiler(tmp_path):
     with child(tmp_path) as worker:
         result = probe.run(plant(tmp_path), "triton-ascend==3.2.0", worker=worker)
     assert result.reason.startswith("triton-ascend==3.2.0 compiles nothing for rocm")
 
 
-def test_target_that_the_quirk_does_not_concern(tmp_path: Path) -> None:
+def test_target_that_the_quirk_does_not_concern(tmp_path):
     with pytest.raises(ArgumentError, match="--target is 'rocm:gfx950', but rocm-0901-planted concerns rocm:gfx942"):
         probe.run(plant(tmp_path), "triton==3.6.0", "rocm:gfx950")
 
 
-def test_paths_of_this_machine_are_left_out(tmp_path: Path) -> None:
+def test_paths_of_this_machine_are_left_out(tmp_path):
     quirk = plant(tmp_path)
     arm = probe.Arm(outcome="fail", text="at 3:4:\n/home/me/env/triton/x.py:3:4: error: boom in it\nmore")
     assert saw(quirk, arm) == "x.py:3:4: error: boom in it"
 
 
-def test_words_that_run_over_lines_are_what_was_seen(tmp_path: Path) -> None:
+def test_words_that_run_over_lines_are_what_was_seen(tmp_path):
     import msgspec
 
     quirk = plant(tmp_path)
@@ -166,7 +163,7 @@ def test_words_that_run_over_lines_are_what_was_seen(tmp_path: Path) -> None:
         ("<3.9", "3.8.0", ["3.2.0"], "<3.8.0"), ("==3.7.*", "3.7.1", ["3.7.0"], ">=3.7,<3.7.1"),
     ],
 )  # fmt: skip
-def test_narrowed(old: str, version: str, affected: list[str], new: str) -> None:
+def test_narrowed(old, version, affected, new):
     assert probe_results.narrow_range(old, version, affected) == new
     assert not parse_range(new).contains(version)
     assert all(parse_range(new).contains(v) for v in affected)
@@ -197,7 +194,7 @@ def test_a_range_of_which_nothing_is_left_is_advised_to_nobody(tmp_path, range_,
         (">=3.9.0,<3.9.0", False), ("==3.9.0,!=3.9.0", False), ("==3.7.1,>=3.8.0", False), ("==3.6.*,!=3.6.*", False),
     ],
 )  # fmt: skip
-def test_satisfiable(text: str, some: bool) -> None:
+def test_satisfiable(text, some):
     assert probe_results.satisfiable(text) is some
 
 
@@ -209,12 +206,12 @@ def test_satisfiable(text: str, some: bool) -> None:
         (">=3.4,!=3.6.0", "3.6.0", ">=3.4"), ("<3.4", "3.4.0", "<=3.4.0"),
     ],
 )  # fmt: skip
-def test_extended(old: str, version: str, new: str) -> None:
+def test_extended(old, version, new):
     assert probe_results.extend_range(old, version) == new
     assert parse_range(new).contains(version)
 
 
-def test_diff_is_of_the_files_line(tmp_path: Path) -> None:
+def test_diff_is_of_the_files_line(tmp_path):
     quirk = plant(tmp_path, range_=">=3.4,<3.9")
     with child(tmp_path) as worker:
         stale = probe.run(quirk, "triton==3.6.0", worker=worker)
@@ -229,7 +226,7 @@ def test_diff_is_of_the_files_line(tmp_path: Path) -> None:
     assert narrow.diff.endswith('+toolchain = { triton = ">=3.6.0" }')
 
 
-def test_no_diff_where_the_range_is_right(tmp_path: Path) -> None:
+def test_no_diff_where_the_range_is_right(tmp_path):
     with child(tmp_path, off=BOOM) as worker:
         assert probe.run(plant(tmp_path), "triton==3.6.0", worker=worker).diff == ""
 
@@ -237,16 +234,15 @@ def test_no_diff_where_the_range_is_right(tmp_path: Path) -> None:
 # ---- [[verified]]
 
 
-def result(folder: Path, quirk: Quirk, toolchain: str, **arms: str) -> probe.ProbeResult:
+def result(folder, quirk, toolchain, **arms):
     with child(folder, **arms) as worker:
         return probe.run(quirk, toolchain, worker=worker)
 
 
-def test_writes_one_table_for_each_toolchain(tmp_path: Path) -> None:
+def test_writes_one_table_for_each_toolchain(tmp_path):
     quirk = plant(tmp_path)
     before = Path(quirk.file).read_text()
-    found = [result(tmp_path, quirk, f"triton==3.{minor}.0", off=BOOM) for minor in (4, 6)]
-    assert record(quirk, found) == 2
+    assert record(quirk, [result(tmp_path, quirk, f"triton==3.{minor}.0", off=BOOM) for minor in (4, 6)]) == 2
     assert Path(quirk.file).read_text().startswith(before), "comments and layout are kept"
     read = load_quirk(Path(quirk.file)).verified
     assert [(v.toolchain, v.target, v.level, v.off, v.on) for v in read] == [
@@ -256,7 +252,7 @@ def test_writes_one_table_for_each_toolchain(tmp_path: Path) -> None:
     assert read[0].saw == "RuntimeError: boom went the pass"
 
 
-def test_probed_again_replaces(tmp_path: Path) -> None:
+def test_probed_again_replaces(tmp_path):
     quirk = plant(tmp_path)
     record(
         quirk, [result(tmp_path, quirk, "triton==3.4.0", off=BOOM), result(tmp_path, quirk, "triton==3.6.0", off=BOOM)]
@@ -271,7 +267,7 @@ def test_probed_again_replaces(tmp_path: Path) -> None:
     assert "# by hand" in Path(quirk.file).read_text()
 
 
-def test_what_saw_nothing_is_not_recorded(tmp_path: Path) -> None:
+def test_what_saw_nothing_is_not_recorded(tmp_path):
     quirk = plant(tmp_path, range_=">=3.7")
     before = Path(quirk.file).read_text()
     said_nothing = [
@@ -283,7 +279,7 @@ def test_what_saw_nothing_is_not_recorded(tmp_path: Path) -> None:
     assert Path(quirk.file).read_text() == before
 
 
-def test_never_half_written(tmp_path: Path) -> None:
+def test_never_half_written(tmp_path):
     quirk = plant(tmp_path)
     found = result(tmp_path, quirk, "triton==3.6.0", off=BOOM)
     path = Path(quirk.file)

@@ -1,0 +1,81 @@
+"""Attention kernels of vLLM 0.33.0, fla-core 0.6.0 and AITER 0.1.20.post1, compiled by the installed Triton and run in
+the model against float64: which pass, and why the others do not.
+
+vLLM is taken from its engine environment (scripts/engine_env.py). The others are taken from PUBLIC_KERNELS, a
+folder that holds `fla` and `aiter`, as wheels and source archives do; they are never committed here."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import support
+from asmkit import ARCH_NAMES
+
+from portattn.backends.rocm import aiter
+
+pytestmark = [pytest.mark.compiles, pytest.mark.skipif(support.TRITON is None, reason="Triton is not installed")]
+PROGRAM = Path(__file__).with_name("public_kernels.py")
+CASES = {"vllm": 13, "fla": 5, "aiter": 16}
+FILES = {
+    "vllm": "vllm/v1/attention/ops/triton_unified_attention.py", "fla": "fla/ops/attn/parallel.py",
+    "aiter": "aiter/ops/triton/attention/unified_attention.py",
+}  # fmt: skip
+# (owner, case) -> arches, and the result there in place of a pass: words of the reason, or "NaN".
+EXPECTED = {
+    # A tile of 64 keys reads the page table beyond the sequence's pages.
+    ("aiter", "2d table as long as the sequence"): (("gfx90a", "gfx942", "gfx950"), "OutOfBounds"),
+    # A tile as long as a page is not masked, so that NaN in unused places of the last page spreads.
+    ("aiter", "2d decode"): (ARCH_NAMES, "NaN"),
+    # gfx90a has no fp8 conversions, and Triton 3.6 lowers one of e4m3fnuz to them.
+    ("aiter", "2d fp8 cache"): (("gfx90a",), "Cannot select"),
+    # AITER has launch configurations of its dense kernels for gfx942, gfx950, gfx1151 and gfx1250 only.
+    **{("aiter", name): (("gfx90a", "gfx1100", "gfx1201"), "MHA-DEFAULT.json") for name in (
+        "mha", "mha width 128", "mha sinks", "mha fp32", "mha gradients")},
+}  # fmt: skip
+
+
+def folder(owner: str) -> Path:
+    home = Path(os.environ.get("ENGINES_HOME") or Path.home() / ".cache" / "portattn" / "engines")
+    given = os.environ.get("PUBLIC_KERNELS")
+    places = [Path(given)] if given else []
+    places += sorted(home.glob("vllm-0.33.0/lib/python*/site-packages"))
+    found = next((place for place in places if (place / FILES[owner]).is_file()), None)
+    if found is None:
+        pytest.skip(f"no {FILES[owner]} in PUBLIC_KERNELS or in an engine environment of vLLM 0.33.0")
+    return found
+
+
+def most(name: str, arch: str) -> float:
+    """Return the largest error by the case's type: float32 products may be xf32 on gfx942."""
+    if "fp32" in name:
+        return 1e-3 if arch == "gfx942" else 1e-6
+    return 1e-2
+
+
+@pytest.mark.parametrize("arch", ARCH_NAMES)
+@pytest.mark.parametrize("owner", CASES)
+def test_public_kernels(owner: str, arch: str) -> None:
+    command = [sys.executable, str(PROGRAM), str(folder(owner)), owner, arch]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1800, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(lines) == CASES[owner]
+    for line in lines:
+        arches, words = EXPECTED.get((owner, line["name"]), ((), ""))
+        if arch in arches:
+            assert words in line.get("reason", "NaN" if line.get("error") is None else ""), line
+        else:
+            assert line.get("error") is not None, line
+            assert line["error"] <= most(line["name"], arch), line
+
+
+def test_the_recorded_signatures_are_those_of_the_source() -> None:
+    found = aiter.parameters_in(folder("aiter") / "aiter")
+    recorded = {
+        (row.function, row.file): row.parameters for row in aiter.load_signatures() if "0.1.20.post1" in row.releases
+    }
+    assert {key: text for key, text in found.items() if key in recorded} == recorded

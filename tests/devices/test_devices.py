@@ -1,0 +1,150 @@
+"""Public calls on devices in host memory that are not CUDA's: an NPU with a torch_npu of the wheel's schemas, and the
+chip of the documented example backend. What a device needs of portattn outside backends/ shows here."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import host_device
+import pytest
+from places import DOCS, TESTS
+
+SECONDS = 300
+HERE = Path(__file__).parent
+NPU_FOLDERS = (HERE / "npu", TESTS / "backends" / "ascend")
+
+
+def python(folders: tuple[Path, ...], *arguments: str, **variables: str) -> str:
+    """Return the last line that a Python prints, with packages of these folders."""
+    if missing := host_device.missing():
+        pytest.skip(missing)
+    path = os.pathsep.join(map(str, (*folders, HERE, TESTS, os.environ["PYTHONPATH"])))
+    environment = os.environ | {"PYTHONPATH": path} | variables
+    done = subprocess.run(
+        [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def npu() -> dict[str, Any]:
+    return json.loads(python(NPU_FOLDERS, str(HERE / "calls_child.py"), "npu", "torch_npu"))
+
+
+@pytest.fixture(scope="module")
+def example_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The example of docs/backends.md as an installed package, and its maker's package for torch."""
+    folder = tmp_path_factory.mktemp("example")
+    text = (DOCS / "backends.md").read_text(encoding="utf-8")
+    files = dict(re.findall(r"^`(portattn_acme/[\w./]+)`:\n\n```\w+\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    files |= {
+        "torch_acme.py": 'import host_device\n\nhost_device.install("acme")\n',
+        "portattn_acme-0.1.dist-info/METADATA": "Metadata-Version: 2.1\nName: portattn-acme\nVersion: 0.1\n",
+        "portattn_acme-0.1.dist-info/entry_points.txt": "[portattn.backends]\nacme = portattn_acme:AcmeBackend\n",
+    }
+    for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(content, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def acme(example_site: Path) -> dict[str, Any]:
+    return json.loads(python((example_site,), str(HERE / "calls_child.py"), "acme", "torch_acme"))
+
+
+# Findings that are a text of the device's own.
+OWN = {
+    "npu": {"planned": "ascend:ascend910b2", "timed": "Ascend910B2"},
+    "acme": {"planned": "acme:acme1", "timed": "acme"},
+}
+BY_VENDOR = (
+    "dense", "causal", "top left", "bshd", "right padding", "decode plain", "inference_mode", "side_stream", "autocast",
+    "compiled", "vmapped", "trained",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("device", OWN)
+def test_every_call_is_right_on_the_device(device: str, request: pytest.FixtureRequest) -> None:
+    """Each op in two dtypes, dense calls of every mask and feature; a side stream, inference mode, autocast, one graph,
+    vmap, gradients, dropout, writes, plans and warm-up, timers."""
+    found = request.getfixturevalue(device)
+    assert len(found) > 40
+    assert {name: case["found"] for name, case in found.items()} == dict.fromkeys(found, "right") | OWN[device]
+
+
+def test_vendors_functions_run_what_they_take(npu: dict[str, Any], acme: dict[str, Any]) -> None:
+    for name in BY_VENDOR:
+        assert npu[name]["path"].startswith("npu_"), name
+    assert acme["equal heads"]["path"] == "acme_attention"
+    assert acme["causal"]["path"] == acme["varlen fp16"]["path"] == "reference"
+
+
+def test_no_fall_back_is_silent(npu: dict[str, Any], acme: dict[str, Any]) -> None:
+    """No kernel of portattn's is compiled here: each call has another path than the best one of its backend."""
+    told = {name: case["fell_back"] for name, case in npu.items() if name != "timed"}
+    assert [name for name, texts in told.items() if not any("triton" in text for text in texts)] == []
+    for name in ("window", "bias", "dropped", "trained", "paged fp16"):
+        assert any("on the reference path, not acme_attention" in text for text in acme[name]["fell_back"]), name
+    assert acme["equal heads"]["fell_back"] == []
+
+
+CALL = """
+import json, warnings
+import torch, torch_npu
+import portattn
+from portattn.cli import doctor
+from portattn.planning.registry import devices
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    q = torch.randn(1, 2, 5, 16, device="npu:1", dtype=torch.float16)
+    out = portattn.attention(q, q, q)
+    right = torch.nn.functional.scaled_dot_product_attention(*[q.cpu()] * 3)
+    torch.testing.assert_close(out.cpu(), right, rtol=2e-3, atol=2e-3)
+    made = portattn.last_plan()
+    (npu,) = [item.value for item in doctor.backends().items if item.name == "ascend"]
+    print(json.dumps({
+        "target": made.target, "path": made.path, "why": [no.reason for no in made.rejected], "doctor": npu,
+        "devices": [one.name for one in devices()], "told": [str(one.message) for one in caught],
+    }))
+"""
+
+
+def test_a_chip_is_named_and_its_relatives_are_planned_as_it() -> None:
+    """Both a chip of the vendor's newest list, and one that nobody lists."""
+    listed = json.loads(python(NPU_FOLDERS, "-c", CALL, FAKE_NPU_CHIP="Ascend950PR_9579"))
+    assert (listed["target"], listed["devices"]) == ("ascend:ascend910_95", ["ascend:ascend910_95", "cpu:generic"])
+    assert listed["doctor"].startswith("ascend910_95 (Ascend950PR_9579)")
+    unlisted = json.loads(python(NPU_FOLDERS, "-c", CALL, FAKE_NPU_CHIP="Ascend910B9"))
+    assert unlisted["target"] == "ascend:ascend910b2"
+    assert unlisted["path"].startswith("npu_")
+    assert unlisted["doctor"].startswith("ascend910b2 (Ascend910B9)")
+    told = "Ascend910B9 is no chip that portattn knows: it is planned as ascend910b2, a chip of its family"
+    assert unlisted["told"].count(told) == 1
+
+
+def test_one_device_of_two_that_has_no_name() -> None:
+    """Its tensors are computed by the reference, whose plan has the error; the other one's are the vendor's."""
+    found = json.loads(python(NPU_FOLDERS, "-c", CALL, FAKE_NPU_FAULT="get_device_name:RuntimeError:1"))
+    assert (found["target"], found["path"]) == ("ascend:unknown", "reference")
+    said = "torch_npu.npu.get_device_name(1) raised RuntimeError: get_device_name of a stand-in"
+    assert any(said in reason for reason in found["why"]), found["why"]
+    assert found["devices"] == ["ascend:ascend910b2", "cpu:generic"]
+    current = json.loads(python(NPU_FOLDERS, "-c", CALL, FAKE_NPU_FAULT="get_device_name:OSError"))
+    said = "torch_npu.npu.get_device_name() raised OSError: get_device_name of a stand-in"
+    assert current["doctor"] == f"not detected: {said}"
+    assert current["devices"] == ["cpu:generic"]
+
+
+def test_the_matrix_has_the_examples_chip(example_site: Path, tmp_path: Path) -> None:
+    line = ("-m", "portattn", "matrix", "run", "--targets", "acme", "--problems", "decode*", "--out", str(tmp_path))
+    assert python((example_site,), *line).startswith("page: ")
+    cells = [json.loads(text) for text in (tmp_path / "results.jsonl").read_text().splitlines()[1:]]
+    assert {(cell["target"], cell["plan"]["path"]) for cell in cells} == {("acme:acme1", "reference")}
