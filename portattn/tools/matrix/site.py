@@ -231,12 +231,9 @@ def counts(run: Run, cells: Sequence[Cell]) -> Counts:
 def endpoint(found: Counts) -> dict[str, Any]:
     said = [f"{getattr(found, name)} {name}" for name in ("green", "amber", "red") if getattr(found, name)]
     return {
-        "schemaVersion": 1,
-        "label": LABEL,
-        "message": ", ".join(said) or "no cells",
-        "color": SHIELDS[found.colour],
+        "schemaVersion": 1, "label": LABEL, "message": ", ".join(said) or "no cells", "color": SHIELDS[found.colour],
         "isError": found.red > 0,
-    }
+    }  # fmt: skip
 
 
 def svg(found: Counts) -> str:
@@ -341,12 +338,10 @@ def _quirk_page(folder: str) -> Any:
 def _options(cells: Sequence[Cell]) -> dict[str, list[tuple[str, str]]]:
     statuses = {cell_text.kind(cell) for cell in cells}
     plain: dict[str, Any] = {
-        "target": (cell.target for cell in cells),
-        "toolchain": (cell.toolchain for cell in cells),
-        "op": (cell.problem.op for cell in cells),
-        "path": (cell.plan.path for cell in cells if cell.plan),
+        "target": (cell.target for cell in cells), "toolchain": (cell.toolchain for cell in cells),
+        "op": (cell.problem.op for cell in cells), "path": (cell.plan.path for cell in cells if cell.plan),
         "quirk": sorted({note.id for cell in cells for note in cell.footnotes}),
-    }
+    }  # fmt: skip
     found = {name: [(value, value) for value in dict.fromkeys(values)] for name, values in plain.items()}
     chips = _chips()
     found["target"] = [

@@ -34,13 +34,11 @@ def test_help_names_every_set_and_peer():
         (("--set", "decoed"), "--set is 'decoed', but must be one of dense18, dense-gqa"),
         (("--only", "nothing"), "--only is 'nothing', but must match a case of seed"),
         (("--peer", "fa4"), "--peer is 'fa4', but must be one of sdpa, torch, flex, fa3, flashmla"),
-        (("--peer-libs", "/no/such/folder"), "does not exist"),
-        (("--peer-file", "/no/such/file.py"), "does not exist"),
-        (("--resume",), "--resume is True, but needs --out"),
-        (("--budget", "0"), "--budget"),
+        (("--peer-libs", "/no/such/folder"), "does not exist"), (("--peer-file", "/no/such/file.py"), "does not exist"),
+        (("--resume",), "--resume is True, but needs --out"), (("--budget", "0"), "--budget"),
         (("report", "/no/such/file"), "does not exist"),
-    ],
-)
+],
+)  # fmt: skip
 def test_bad_input(arguments, message):
     assert message in bench(*arguments, exits=2).stderr
 

@@ -31,16 +31,11 @@ def verdict(result, name):
 @pytest.mark.parametrize(
     ("ratios", "every", "mean"),
     [
-        ([1.1] * 18, "met", "met"),
-        ([0.98] + [1.1] * 17, "done", "met"),
-        ([0.96] + [1.1] * 17, "missed", "met"),
-        ([1.06] * 18, "met", "done"),
-        ([1.01] * 18, "met", "missed"),
-        ([1.1] * 17, "incomplete", "incomplete"),
-        ([0.9], "missed", "missed"),
-        ([], "not measured", "not measured"),
-    ],
-)
+        ([1.1] * 18, "met", "met"), ([0.98] + [1.1] * 17, "done", "met"), ([0.96] + [1.1] * 17, "missed", "met"),
+        ([1.06] * 18, "met", "done"), ([1.01] * 18, "met", "missed"), ([1.1] * 17, "incomplete", "incomplete"),
+        ([0.9], "missed", "missed"), ([], "not measured", "not measured"),
+],
+)  # fmt: skip
 def test_dense_goals(ratios, every, mean):
     result = dense18(*ratios)
     assert verdict(result, "dense forward, every cell").status == every

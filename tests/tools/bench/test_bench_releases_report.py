@@ -96,10 +96,8 @@ def test_markdown_and_csv(tmp_path):
 @pytest.mark.parametrize(
     ("document", "problem"),
     [
-        (b'{"schema": 1, "rel', "truncated"),
-        (b"\xff\xfe", "no comparison of releases"),
-        (b"[" * 100_000, "no comparison of releases"),
-        (b"[]", "Expected `object`, got `array`"),
+        (b'{"schema": 1, "rel', "truncated"), (b"\xff\xfe", "no comparison of releases"),
+        (b"[" * 100_000, "no comparison of releases"), (b"[]", "Expected `object`, got `array`"),
         (changed(schema=2), "schema version 2; this portattn reads version 1"),
         *((changed(**{name: ...}), f"missing required field `{name}`") for name in ("schema", "sets", "cases")),
         (changed(first_calls=...), "missing required field `first_calls`"),
@@ -109,7 +107,7 @@ def test_markdown_and_csv(tmp_path):
         (changed(releases=[*whole().releases, whole().releases[0]]), "`releases` lists 3.6.0 twice"),
         (changed(cases=[msgspec.structs.replace(whole().cases[0], set="../x")]), "'../x' is no name of a set"),
         (changed(cases=[msgspec.structs.replace(whole().cases[0], best="3.9.0")]), "3.9.0 is no release"),
-    ],
+],
 )  # fmt: skip
 def test_a_file_that_is_none_is_one_error(tmp_path, document, problem):
     file = tmp_path / "releases.json"

@@ -93,15 +93,13 @@ def test_a_conflict_stays_one_when_its_run_is_merged_again(run_of, cell):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"label": "sm_80 code on sm_90"},
-        {"interpreter": Numerics(outcome="fail", where="interpreter")},
+        {"label": "sm_80 code on sm_90"}, {"interpreter": Numerics(outcome="fail", where="interpreter")},
         {"kernels": (KernelFacts(function="dense_forward", facts={"spills": 8}),)},
-        {"plan": PlanSummary(path="gluon_forward", core_taken=False, schedule={"x": 1})},
-        {"level": "emulated"},
+        {"plan": PlanSummary(path="gluon_forward", core_taken=False, schedule={"x": 1})}, {"level": "emulated"},
         {"status": "NOTE"},
-    ],
+],
     ids=lambda changes: next(iter(changes)),
-)
+)  # fmt: skip
 def test_whatever_of_a_result_is_not_its_time_must_be_the_same(run_of, cell, changes):
     same = {"key": "same", "level": "runs", "kernels": (KernelFacts(function="dense_forward", facts={"spills": 0}),)}
     one = run_of([cell(**same)], host="a")

@@ -73,14 +73,11 @@ def test_problems_are_such_as_a_call_can_have(which):
 @pytest.mark.parametrize(
     ("glob", "expected"),
     [
-        ("rocm:gfx942", {"rocm:gfx942"}),
-        ("gfx9*", {"rocm:gfx90a", "rocm:gfx942", "rocm:gfx950"}),
-        ("cpu", {"cpu:generic"}),
-        ("hopper", {"cuda:sm_90"}),
-        ("cuda:hopper", {"cuda:sm_90"}),
+        ("rocm:gfx942", {"rocm:gfx942"}), ("gfx9*", {"rocm:gfx90a", "rocm:gfx942", "rocm:gfx950"}),
+        ("cpu", {"cpu:generic"}), ("hopper", {"cuda:sm_90"}), ("cuda:hopper", {"cuda:sm_90"}),
         ("rdna4", {"rocm:gfx1200", "rocm:gfx1201"}),
-    ],
-)
+],
+)  # fmt: skip
 def test_globs_mean_a_name_a_backend_or_an_arch(glob, expected):
     assert {t.name for t in select.targets([glob], [], None)} == expected
 
