@@ -195,8 +195,7 @@ def test_who_fails_drops_out_alone():
 
     found = contenders("a", "b") | {"bad": Contender(fails)}
     turns = rounds.interleaved(found, FakeClock(), "hot", 2)
-    assert turns.failed == {"bad": "no more"}
-    assert set(turns.ms) == {"a", "b"}
+    assert (turns.failed, set(turns.ms)) == ({"bad": "no more"}, {"a", "b"})
     clock = FakeClock()
     clock.gone = "an illegal address"
     with pytest.raises(DeviceLost, match="bad: no more; the device is lost to this process: an illegal address"):

@@ -39,9 +39,7 @@ def kinds(outcome):
 def test_a_failure_for_its_reason_is_expected(tmp_path, failing, cell):
     (entry,) = listed = entries(tmp_path)
     outcome = judge([failing, cell(target="rocm:gfx942")], listed, TODAY)
-    assert outcome.explained == {failing.id: entry}
-    assert outcome.complaints == ()
-    assert entry.line == 1
+    assert (outcome.explained, outcome.complaints, entry.line) == ({failing.id: entry}, (), 1)
 
 
 @pytest.mark.parametrize(
@@ -79,8 +77,7 @@ def test_a_status_of_its_own(tmp_path, cell):
 def test_what_one_entry_explains_another_need_not(tmp_path, failing):
     second = ENTRY.replace("refused: .* layout", "something else")
     outcome = judge([failing], entries(tmp_path, second + ENTRY), TODAY)
-    assert outcome.complaints == ()
-    assert outcome.explained[failing.id].signature == "refused: .* layout"
+    assert (outcome.complaints, outcome.explained[failing.id].signature) == ((), "refused: .* layout")
 
 
 def test_an_entry_about_no_cell_is_idle(tmp_path, cell):

@@ -55,8 +55,7 @@ def test_the_higher_evidence_stands_and_the_other_is_kept(run_of, cell):
 def test_a_red_cell_is_not_taken_back_by_another_machine(run_of, cell):
     red = run_of([cell(status="FAIL", level="declared", reason="wrong", key="a")], host="chip")
     made = merged(run_of([cell(level="emulated", key="b")], host="laptop"), red)
-    assert made.cells[0].status == "FAIL"
-    assert made.cells[0].others[0].level == "emulated"
+    assert (made.cells[0].status, made.cells[0].others[0].level) == ("FAIL", "emulated")
 
 
 def test_different_results_under_the_same_conditions_are_a_conflict(run_of, cell):
@@ -64,8 +63,7 @@ def test_different_results_under_the_same_conditions_are_a_conflict(run_of, cell
     made = merged(one, run_of([cell(key="same", status="NOTE", level="declared", reason="spills")], host="b"))
     (conflict,) = made.conflicts
     expected = "emulated, path triton on a (Linux x86_64), but NOTE, path triton on b (Linux x86_64)"
-    assert conflict.text == f"{expected}, under the same conditions"
-    assert made.cells[0].conflict == conflict.text
+    assert (conflict.text, made.cells[0].conflict) == (f"{expected}, under the same conditions", conflict.text)
     assert merged(one, run_of([cell(key="other", status="NOTE", level="declared")], host="b")).conflicts == ()
     assert merged(one, run_of([cell(key="same", level="emulated", seconds=9.0)], host="b")).conflicts == ()
 

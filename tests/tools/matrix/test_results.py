@@ -138,8 +138,7 @@ def test_a_stale_cell_is_made_again_and_the_file_as_it_was_is_kept(tmp_path, cel
         other = msgspec.structs.replace(made.identity, id="another", digests={"quirks/rocm": "another"})
         now = msgspec.structs.replace(made, identities=(other,))
         resumed = file.resume(now, keys | {cells[2].id: "another key"})
-        assert resumed.cells == cells[:2]
-        assert resumed.stale == cells[2:]
+        assert (resumed.cells, resumed.stale) == (cells[:2], cells[2:])
         assert resumed.copy.read_bytes() == before
         assert [one.id for one in resumed.run.identities] == ["another", made.identity.id], "whose cells are kept, too"
         assert read(file.path) == (resumed.run, cells[:2])

@@ -20,8 +20,7 @@ ASCEND = Toolchain.parse("triton-ascend==3.1.0")
 def test_problems_have_names_of_their_own(which):
     names = [named.name for named in SETS[which]()]
     problems = [named.problem for named in SETS[which]()]
-    assert len(set(names)) == len(names)
-    assert len(set(problems)) == len(problems)
+    assert (len(set(names)), len(set(problems))) == (len(names), len(problems))
 
 
 def test_the_full_set_covers_what_it_says():
