@@ -61,30 +61,23 @@ def context(run: Run, cells: Sequence[Cell]) -> dict[str, Any]:
     counts = Counter(cell_text.kind(cell) for cell in cells)
     means = cell_text.LEVEL_MEANS | cell_text.STATUS_MEANS
     return {
-        "run": run,
-        "cells": cells,
-        "columns": columns,
-        "bands": _bands(columns),
-        "ops": ops,
-        "titles": {op: row.title for op, row in ROWS.items()},
-        "numbers": numbers,
+        "run": run, "cells": cells, "columns": columns, "bands": _bands(columns), "ops": ops,
+        "titles": {op: row.title for op, row in ROWS.items()}, "numbers": numbers,
         "footnotes": [
             (numbers[quirk], used[0][1], len({cell.id for cell, _ in used})) for quirk, used in _notes(cells).items()
         ],
         "legend": [(name, means[name], cell_text.NOT_SEEN.get(name, ""), counts[name]) for name in cell_text.KINDS],
         "levels": LEVELS,
         "on_hardware": sorted({seen.level for cell in cells if (seen := cell_text.on_hardware(cell))}),
-        "options": _options(cells),
-        "gaps": cell_text.gaps(run, cells),
+        "options": _options(cells), "gaps": cell_text.gaps(run, cells),
         "why_empty": lambda cell: cell_text.of_cell(cell, run),
         "place": lambda problem, column: cell_text.of_place(run, problem, column.target, column.toolchain),
         "hosts": {identity.id: f"{identity.host}, {identity.code()}" for identity in run.identities},
-        "total": len(cells),
-        "red": [cell for cell in cells if cell.red],
+        "total": len(cells), "red": [cell for cell in cells if cell.red],
         "targets": len({column.target for column in columns}),
         "compilers": len({c.toolchain for c in columns}) if any(c.version for c in columns) else 1,
         "backends": {c.target: cell_text.title(c.backend) for c in columns},
-    }
+    }  # fmt: skip
 
 
 def _without_notes(cell: Cell) -> Cell:

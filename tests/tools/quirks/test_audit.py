@@ -168,12 +168,10 @@ def test_conflict_in_plans(tmp_path):
 @pytest.mark.parametrize(
     ("one", "two", "meets"),
     [
-        ("", "", True),
-        ('launch = { num_stages = ">=4" }', 'launch = { num_stages = ">=3" }', True),
+        ("", "", True), ('launch = { num_stages = ">=4" }', 'launch = { num_stages = ">=3" }', True),
         ('launch = { num_stages = ">=4" }', 'launch = { num_stages = "<=3" }', True),  # 3 is what the first leaves
         ('launch = { num_stages = ">=4" }', "launch = { num_stages = 2 }", False),
-        ('arch = ["gfx942"]', 'arch = ["gfx950"]', False),
-        ('arch = ["gfx9*"]', 'arch = ["gfx950"]', True),
+        ('arch = ["gfx942"]', 'arch = ["gfx950"]', False), ('arch = ["gfx9*"]', 'arch = ["gfx950"]', True),
         ('kernels = ["dense_forward"]', 'kernels = ["decode_split"]', False),
         ('toolchain = { triton = "<3.5" }', 'toolchain = { triton = ">=3.5" }', False),
         ('toolchain = { triton = "<=3.5" }', 'toolchain = { triton = ">=3.5" }', True),
@@ -187,7 +185,7 @@ def test_conflict_in_plans(tmp_path):
         ("launch = { waves_per_eu = 3 }", 'launch = { waves_per_eu = "<3" }', False),
         ("launch = { waves_per_eu = 3 }", "launch = { num_warps = 8 }", True),
     ],
-)
+)  # fmt: skip
 def test_conflict_by_conditions(tmp_path, one, two, meets):
     """Compared without planning, since the tuning that asks for four stages may come later."""
     plant(tmp_path, "rocm-0901-one", CAP.format(3), one)
