@@ -134,7 +134,7 @@ def test_tests_see_the_checkout(script, capfd):
         (
             "#: try import time; time.sleep(60)", "", ["--seconds", "6"],
             r"not made within 6 s \(--seconds allows more\)",
-),
+        ),
     ],
 )  # fmt: skip
 def test_what_cannot_be_made_leaves_nothing(script, tmp_path, capfd, head, lines, options, reason):

@@ -37,7 +37,7 @@ def test_help_names_every_set_and_peer():
         (("--peer-libs", "/no/such/folder"), "does not exist"), (("--peer-file", "/no/such/file.py"), "does not exist"),
         (("--resume",), "--resume is True, but needs --out"), (("--budget", "0"), "--budget"),
         (("report", "/no/such/file"), "does not exist"),
-],
+    ],
 )  # fmt: skip
 def test_bad_input(arguments, message):
     assert message in bench(*arguments, exits=2).stderr

@@ -34,7 +34,7 @@ def verdict(result, name):
         ([1.1] * 18, "met", "met"), ([0.98] + [1.1] * 17, "done", "met"), ([0.96] + [1.1] * 17, "missed", "met"),
         ([1.06] * 18, "met", "done"), ([1.01] * 18, "met", "missed"), ([1.1] * 17, "incomplete", "incomplete"),
         ([0.9], "missed", "missed"), ([], "not measured", "not measured"),
-],
+    ],
 )  # fmt: skip
 def test_dense_goals(ratios, every, mean):
     result = dense18(*ratios)

@@ -103,15 +103,15 @@ def small_pages(peer: Peer) -> Peer:
 PACKAGES = {
     "flash_attn": (
         {"flash_attn": peer_packages.flash_attn("block_table", 1)}, small_pages(PEERS["flash_attn"]), {"flash_attn"},
-),
+    ),
     "flash_attn_interface": (
         {"flash_attn_interface": peer_packages.flash_attn("page_table", 1, with_lse=True)},
         PEERS["flash_attn_interface"], {"fa3/interface"},
-),
+    ),
     "flashinfer": (
         peer_packages.flashinfer(), PEERS["flashinfer"],
         {"flashinfer", "flashinfer/prefill", "flashinfer/decode", "flashinfer/decode, tensor cores"},
-),
+    ),
     "xformers": (peer_packages.xformers(), PEERS["xformers"], {"xformers"}),
     "flag_gems": (peer_packages.flag_gems(), PEERS["flag_gems"], {"flag_gems"}),
     "sageattention": (peer_packages.sageattention(), PEERS["sage"], {"sage"}),

@@ -107,7 +107,7 @@ def test_markdown_and_csv(tmp_path):
         (changed(releases=[*whole().releases, whole().releases[0]]), "`releases` lists 3.6.0 twice"),
         (changed(cases=[msgspec.structs.replace(whole().cases[0], set="../x")]), "'../x' is no name of a set"),
         (changed(cases=[msgspec.structs.replace(whole().cases[0], best="3.9.0")]), "3.9.0 is no release"),
-],
+    ],
 )  # fmt: skip
 def test_a_file_that_is_none_is_one_error(tmp_path, document, problem):
     file = tmp_path / "releases.json"

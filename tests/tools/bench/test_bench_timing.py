@@ -183,7 +183,7 @@ def test_who_is_far_behind_takes_part_in_one_round_that_counts():
     [
         ("hot", 1.0, 12), ("hot", 1e-3, 50), ("hot", 400.0, 1), ("cold", 0.5, 12), ("cold", 0.0, 20),
         ("do_bench", 1e-3, 1),
-],
+    ],
 )  # fmt: skip
 def test_calls_of_a_turn(kind, ms, count):
     assert rounds.calls(kind, ms) == count

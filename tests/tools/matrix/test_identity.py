@@ -81,7 +81,7 @@ def test_code_is_counted_where_a_cell_depends_on_it() -> None:
         ({"toolchains": {"triton==3.6.0": "lab, Python 3.11, made 2026-11-23"}}, {"cuda:sm_90", "rocm:gfx942"}),
         ({"toolchains": {"triton==3.4.0": "lab"}}, set()),
         ({"variables": {"TRITON_PTXAS_PATH": "/p"}}, {"cuda:sm_90", "rocm:gfx942"}),
-],
+    ],
 )  # fmt: skip
 def test_a_key_counts_all_that_its_cell_depends_on(made: Identity, change: dict, cells: set[str]) -> None:
     ((field, value),) = change.items()

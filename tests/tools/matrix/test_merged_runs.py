@@ -95,7 +95,7 @@ def test_a_conflict_stays_one_when_its_run_is_merged_again(run_of, cell):
         {"kernels": (KernelFacts(function="dense_forward", facts={"spills": 8}),)},
         {"plan": PlanSummary(path="gluon_forward", core_taken=False, schedule={"x": 1})}, {"level": "emulated"},
         {"status": "NOTE"},
-],
+    ],
     ids=lambda changes: next(iter(changes)),
 )  # fmt: skip
 def test_whatever_of_a_result_is_not_its_time_must_be_the_same(run_of, cell, changes):

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import quirk_files
-from lifecycle_logs import FOLDER, NAMES, facts_of, read, told
+from lifecycle_logs import FOLDER, NAMES, facts_of, told
 from planted_records import incident
 
 from portattn.errors import ArgumentError, DataError
