@@ -14,8 +14,10 @@ import torch
 INT_MAX = 2147483647
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 TYPES = {"Tensor": torch.Tensor, "int": int, "float": float, "str": str, "bool": bool, "List[int]": list}
-SCHEMAS = {schema.name: schema for schema in map(torch._C.parse_schema,
-    (Path(__file__).parent / "schemas.txt").read_text().splitlines())}  # fmt: skip
+SCHEMAS = {
+    schema.name: schema
+    for schema in map(torch._C.parse_schema, (Path(__file__).parent / "schemas.txt").read_text().splitlines())
+}
 
 
 def bind(schema: Any, args: Any, kwargs: Any) -> dict[str, Any]:
@@ -129,8 +131,8 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, seen
 
 
 def gradients_of(dy: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, seen: torch.Tensor,
-        pse: torch.Tensor | None, pse_type: int, sink: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor,
-        torch.Tensor, torch.Tensor]:  # fmt: skip
+        pse: torch.Tensor | None, pse_type: int,
+        sink: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return dQ, dK, dV and the sink's gradient, written out: operators beneath autograd record nothing.
     With P = softmax(S): dV = Pᵀ dO, dS = P ∘ (dP - rowsum(dP ∘ P)), and the sink's score has a dP of 0."""
     group, shared = q.shape[0] // k.shape[0], (k.shape[0], -1, *k.shape[1:2])
@@ -154,8 +156,10 @@ def fusion(**a: Any) -> tuple[Any, ...]:
     a = _checked_fusion(a)
     packed = a["input_layout"] == "TND"
     found = [attend(*sequence) for sequence in _sequences(a)]
-    out, largest, total = (torch.cat([values.transpose(0, 1) for values in part]) if packed else torch.stack(part)
-        for part in zip(*found, strict=True))  # fmt: skip
+    out, largest, total = (
+        torch.cat([values.transpose(0, 1) for values in part]) if packed else torch.stack(part)
+        for part in zip(*found, strict=True)
+    )
     statistics = [part[..., None].expand(*part.shape, 8).to(torch.float32) for part in (largest, total)]
     if packed and a["softmax_layout"] == "":  # documented: the order of (N, T, 8) in that shape
         statistics = [part.transpose(0, 1).reshape(part.shape) for part in statistics]
@@ -200,14 +204,15 @@ def _checked_fusion(a: dict[str, Any]) -> dict[str, Any]:
     a = {"pse_type": 1, "band": tuple(band)} | a
     packed, heads = a["input_layout"] == "TND", a["head_num"]
     rows, keys, kv_heads = query.shape[0 if packed else 2], key.shape[0 if packed else 2], key.shape[1]
-    require(layout=a["input_layout"] in ("TND", "BNSD"), heads=query.shape[1] == heads <= 256
-        and heads % kv_heads == 0, dtype=key.dtype == value.dtype == query.dtype in (*SIXTEEN_BIT, torch.float32),
-        rank=query.dim() == key.dim() == (3 if packed else 4), keys=key.shape[:-1] == value.shape[:-1], batch=packed
-        or len(query) == len(key), widths=768 >= query.shape[-1] == key.shape[-1] >= value.shape[-1],
+    require(
+        layout=a["input_layout"] in ("TND", "BNSD"), heads=query.shape[1] == heads <= 256 and heads % kv_heads == 0,
+        dtype=key.dtype == value.dtype == query.dtype in (*SIXTEEN_BIT, torch.float32),
+        rank=query.dim() == key.dim() == (3 if packed else 4), keys=key.shape[:-1] == value.shape[:-1],
+        batch=packed or len(query) == len(key), widths=768 >= query.shape[-1] == key.shape[-1] >= value.shape[-1],
         sizes=1 <= rows <= 1 << 20 and 1 <= keys <= 1 << 20, inner_precise=a["inner_precise"] in (0, 2),
         no_dropout_of_its_own=a["keep_prob"] == 1.0, softmax_layout=a["softmax_layout"] in ("", *(["TND"] * packed)),
-        lists_if_packed=all((a[name] is not None) == packed
-        for name in ("actual_seq_qlen", "actual_seq_kvlen")))  # fmt: skip
+        lists_if_packed=all((a[name] is not None) == packed for name in ("actual_seq_qlen", "actual_seq_kvlen")),
+    )  # fmt: skip
     unused = ("padding_mask", "prefix", "dropout_mask", "query_rope", "key_rope", "q_start_idx", "kv_start_idx")
     assert [name for name in unused if a.get(name) is not None] == []
     if packed:
@@ -285,8 +290,10 @@ def fused_infer(**a: Any) -> tuple[torch.Tensor, torch.Tensor]:
     for b in range(batch):
         whole = mask[b if len(mask) > 1 else 0][..., : lengths[b]] if one_row and mask is not None else None
         seen = seen_keys(a["sparse_mode"], rows[b], lengths[b], band, whole)
-        k, v = (_cached(tensor, scale, a["block_table"], b, lengths[b], kv_heads)
-            for tensor, scale in zip((key, value), scales, strict=True))  # fmt: skip
+        k, v = (
+            _cached(tensor, scale, a["block_table"], b, lengths[b], kv_heads)
+            for tensor, scale in zip((key, value), scales, strict=True)
+        )
         out[b, :, : rows[b]], largest, total = attend(query[b, :, : rows[b]], k, v, a["scale"], seen)
         lse[b, :, : rows[b]] = largest + total.log()
     out = out.to(query.dtype).transpose(1, 2).contiguous() if tokens_first else out.to(query.dtype)
@@ -300,12 +307,14 @@ def fused_infer_v2(**a: Any) -> tuple[torch.Tensor, torch.Tensor]:
     assert a["input_layout"] == "TND"
     query, key, value = (a[name] for name in OPERANDS[:3])
     heads, kv_heads, band = a["num_query_heads"], a["num_key_value_heads"], (a["pre_tokens"], a["next_tokens"])
-    require(contiguous=all(tensor.is_contiguous() for tensor in (query, key, value)), rows=len(query) <= 1 << 20,
+    require(
+        contiguous=all(tensor.is_contiguous() for tensor in (query, key, value)), rows=len(query) <= 1 << 20,
         dtype=query.dtype == key.dtype == value.dtype == torch.bfloat16, keys=len(value) == len(key) <= 1 << 20,
-        heads=(query.shape[1], key.shape[1], value.shape[1]) == (heads, kv_heads, kv_heads)
-        and heads <= 256, group=heads % kv_heads == 0 and heads <= 64 * kv_heads,
-        key_dim=key.shape[2] == query.shape[2], head_dims=(query.shape[2], value.shape[2]) in ((128, 128), (192, 128),
-        (192, 192)), sparse_mode=a["sparse_mode"] in (0, 3, 4))  # fmt: skip
+        heads=(query.shape[1], key.shape[1], value.shape[1]) == (heads, kv_heads, kv_heads) and heads <= 256,
+        group=heads % kv_heads == 0 and heads <= 64 * kv_heads, key_dim=key.shape[2] == query.shape[2],
+        head_dims=(query.shape[2], value.shape[2]) in ((128, 128), (192, 128), (192, 192)),
+        sparse_mode=a["sparse_mode"] in (0, 3, 4),
+    )  # fmt: skip
     ends_q, ends_k = a["actual_seq_qlen"], a["actual_seq_kvlen"]
     _check_ends(ends_q, len(query), 4096)
     _check_ends(ends_k, len(key), 4096)
@@ -326,12 +335,13 @@ def _check_pages(a: dict[str, Any], key: torch.Tensor, batch: int, kv_heads: int
     """Return the tokens that a row of the table has room for."""
     table, size = a["block_table"], a["block_size"]
     flat = key.dim() == 3
-    require(table=(table.dtype, table.ndim, len(table)) == (torch.int32, 2, batch)
-        and table.is_contiguous(), lengths=a["actual_seq_lengths_kv"] is not None, cache=not one_row
-        or key.numel() <= INT_MAX, block_size=0 < size <= 512
-        and size % (128 if not one_row else 32 if quantised else 16) == 0,
-        pages=key.shape[1:] == ((size, kv_heads * head_dim) if flat else (kv_heads, size, head_dim)), width=not flat
-        or kv_heads * head_dim <= 65535)  # fmt: skip
+    require(
+        table=(table.dtype, table.ndim, len(table)) == (torch.int32, 2, batch) and table.is_contiguous(),
+        lengths=a["actual_seq_lengths_kv"] is not None, cache=not one_row or key.numel() <= INT_MAX,
+        block_size=0 < size <= 512 and size % (128 if not one_row else 32 if quantised else 16) == 0,
+        pages=key.shape[1:] == ((size, kv_heads * head_dim) if flat else (kv_heads, size, head_dim)),
+        width=not flat or kv_heads * head_dim <= 65535,
+    )  # fmt: skip
     return size * table.shape[1]
 
 
