@@ -87,8 +87,7 @@ def test_causal_zigzag_steps_are_one_call():
     [(a, b, c) for a in LAYOUTS for b in (1, 2, 3) for c in (1, 2, 4)])  # fmt: skip
 def test_ranks_share_all_rows_out(layout, ring, inner):
     shards = Shards(layout, ring, inner)
-    length = 3 * shards.unit
-    places = list(itertools.product(range(ring), range(inner)))
+    length, places = 3 * shards.unit, list(itertools.product(range(ring), range(inner)))
     found = [rows_of(shards.rows(length, *place)) for place in places]
     assert {len(rows) for rows in found} == {length // shards.ranks}
     assert sorted(row for rows in found for row in rows) == list(range(length))
@@ -197,8 +196,7 @@ def exact(outs, lses):
 
 def parts(device, dtype, sizes, count):
     """Partial results; each has rows that attended nothing, which hold NaN, and row 0 attended nothing in any."""
-    generator = torch.Generator().manual_seed(len(sizes) + count)
-    found = []
+    generator, found = torch.Generator().manual_seed(len(sizes) + count), []
     for place in range(count):
         out = torch.randn(sizes, generator=generator).to(dtype)
         lse = 20 * torch.randn(sizes[:-1], generator=generator)

@@ -49,8 +49,7 @@ def judged(found: list[torch.Tensor], tensors: list[torch.Tensor], is_causal: bo
 def unmodified(heads_k: int, length: int, dtype: torch.dtype, is_causal: bool, scale: float | None,
         order: str) -> dict[str, Any]:  # fmt: skip
     """F.scaled_dot_product_attention inside of both context managers, forward and backward."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    tensors = inputs(heads_k, length, dtype)
+    mesh, tensors = init_device_mesh("cpu", (dist.get_world_size(),)), inputs(heads_k, length, dtype)
     shards = [t.clone() for t in tensors]
     torchs = context_parallel(mesh, buffers=shards, buffer_seq_dims=[2] * 4, no_restore_buffers=set(shards))
     first, second = (torch_context_parallel(), torchs) if order == "around" else (torchs, torch_context_parallel())
@@ -64,8 +63,7 @@ def unmodified(heads_k: int, length: int, dtype: torch.dtype, is_causal: bool, s
 
 def operators(name: str) -> dict[str, Any]:
     """An operator that is CUDA's, called with DTensors as SDPA calls it there, with its backward."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    tensors = inputs(4, 16, torch.float32)
+    mesh, tensors = init_device_mesh("cpu", (dist.get_world_size(),)), inputs(4, 16, torch.float32)
     shards = [t.clone() for t in tensors]
     calls = []
     with (torch_context_parallel(), context_parallel(mesh, buffers=shards, buffer_seq_dims=[2] * 4,
@@ -117,8 +115,7 @@ def refused(options: dict[str, Any]) -> str:
 
 def torch_alone() -> tuple[str, str]:
     """What torch says without the block, before and after one."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    found = []
+    mesh, found = init_device_mesh("cpu", (dist.get_world_size(),)), []
     for _ in range(2):
         q, k, v, _ = (t.clone() for t in inputs(4, 16, torch.float32))
         with context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2] * 3):

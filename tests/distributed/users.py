@@ -154,8 +154,7 @@ class Live(TorchDispatchMode):
 
 def traffic(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
     """Elements of k and v that a rank sends in a forward pass, by mask and layout, in shards of k and v."""
-    sent = 0
-    move = execution._move
+    sent, move = 0, execution._move
 
     def counted(of: Any, to: int, tensors: Any, source: int, into: torch.Tensor) -> Any:
         nonlocal sent
@@ -165,8 +164,7 @@ def traffic(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
     execution._move = counted
     found = {}
     for layout in ("zigzag", "contiguous"):
-        parallel = context_parallel(layout=layout)
-        x = torch.randn(1, 2, 32, 8)
+        parallel, x = context_parallel(layout=layout), torch.randn(1, 2, 32, 8)
         for name, options in {"full": {}, "causal": {"causal": True},
                 "window": {"causal": True, "window": (7, 0)}}.items():  # fmt: skip
             sent = 0

@@ -191,8 +191,7 @@ def test_what_was_checked_is_what_is_loaded(place: Path, monkeypatch: pytest.Mon
 
 
 def test_sixteen_processes_make_one_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = tmp_path / "made"
-    compiler = tmp_path / "compiler"
+    made, compiler = tmp_path / "made", tmp_path / "compiler"
     compiler.write_text(f'#!/bin/sh\necho x >> {made}\nexec gcc "$@"\n')
     compiler.chmod(0o755)
     monkeypatch.setenv("CC", str(compiler))

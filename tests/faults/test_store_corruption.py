@@ -40,8 +40,7 @@ incident = functools.partial(planted_records.incident, log="line\n" * 30, enviro
 
 def damaged(data: bytes, others: list[bytes], chance: random.Random) -> bytes | None:
     """One change of a file's bytes; None: a folder in its place."""
-    place = chance.randrange(len(data))
-    kind = chance.randrange(8)
+    place, kind = chance.randrange(len(data)), chance.randrange(8)
     if kind == 0:
         return data[:place] + bytes([data[place] ^ (1 << chance.randrange(8))]) + data[place + 1 :]
     if kind == 1:
@@ -60,8 +59,7 @@ def damaged(data: bytes, others: list[bytes], chance: random.Random) -> bytes | 
 
 
 def test_damaged_verdicts_and_incidents_are_absent_or_what_was_put(tmp_path: Path) -> None:
-    chance = random.Random(20261122)
-    kept = CompileStore(tmp_path)
+    chance, kept = random.Random(20261122), CompileStore(tmp_path)
     put = {key: record(key) for key in KEYS}
     for one in put.values():
         kept.put(one)

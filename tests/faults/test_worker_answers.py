@@ -161,8 +161,7 @@ os.abort()
 @pytest.mark.parametrize("own", [False, True], ids=["its group", "a session of its own"])
 def test_a_dead_child_whose_program_holds_its_streams(tmp_path: Path, own: bool) -> None:
     """Nobody waits for the end of streams that another process keeps open."""
-    begun = time.monotonic()
-    reply = asked(tmp_path, HOLDS.format(own=own))
+    begun, reply = time.monotonic(), asked(tmp_path, HOLDS.format(own=own))
     program = int(noted(tmp_path))
     try:
         assert (reply.outcome, reply.stage, reply.kind) == ("crash", "ptx", "SIGABRT")

@@ -83,8 +83,7 @@ def test_no_descriptors_are_left(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [errno.EAGAIN, errno.ENOMEM, errno.EMFILE])
 def test_no_process_can_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    descriptors = len(os.listdir("/proc/self/fd"))
-    worker = Worker()
+    descriptors, worker = len(os.listdir("/proc/self/fd")), Worker()
     with monkeypatch.context() as patch:
         patch.setattr(children.subprocess, "Popen", Mock(side_effect=OSError(number, os.strerror(number))))
         reply = worker.request("hello", SECONDS)
@@ -355,8 +354,7 @@ def test_the_log_keeps_its_beginning_and_its_end(size: int, part: int) -> None:
     log = StderrLog()
     for at in range(0, size, part):
         log.add(written[at : at + part])
-    text = written.decode()
-    left_out = size - LOG_HEAD - LOG_TAIL
+    text, left_out = written.decode(), size - LOG_HEAD - LOG_TAIL
     whole = f"{text[:LOG_HEAD]}\n… {left_out} bytes …\n{text[-LOG_TAIL:]}" if left_out > 0 else text
     assert log.text() == whole
 

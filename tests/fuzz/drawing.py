@@ -98,8 +98,7 @@ def _problem(r: random.Random, sizes: Sizes) -> dict[str, Any]:
     def flag(chance: float = 0.3) -> bool:
         return r.random() < chance
 
-    op = r.choice(OPS)
-    heads_k = r.randint(1, sizes.heads_k)
+    op, heads_k = r.choice(OPS), r.randint(1, sizes.heads_k)
     width = r.choice(sizes.widths)
     fields: dict[str, Any] = {
         "op": op, "batch": r.randint(0 if flag(0.1) else 1, sizes.batch), "heads_k": heads_k,

@@ -154,8 +154,7 @@ def _bhsd(kind: Kind, shape: Shape, pool: Pool) -> dict[str, Any] | None:
     hq, hk = kind.heads
     decoding = kind.op == "decode_attention"
     rows = 1 + shape.rows % 3 * (shape.rows % 5 == 0) if decoding else shape.rows
-    form = shape.form
-    given = []
+    form, given = shape.form, []
     for third, (heads, length) in enumerate(((hq, rows), (hk, shape.keys), (hk, shape.keys))):
         own = form if third or form in ("bshd", "fused", "spare") else "contiguous"
         size = (shape.batch, heads, length, kind.width)
@@ -242,8 +241,7 @@ def _sparse(kind: Kind, shape: Shape, pool: Pool) -> dict[str, Any] | None:
     made = _bhsd(msgspec.structs.replace(kind, op="decode_attention", lengths=False), once, pool)
     if made is None or not shape.keys:
         return None
-    generator = torch.Generator().manual_seed(shape.data)
-    places = max(shape.rows, 1)
+    generator, places = torch.Generator().manual_seed(shape.data), max(shape.rows, 1)
     size = (shape.batch, kind.heads[0], places)
     made["indices"] = torch.randint(0, shape.keys, size, generator=generator, dtype=torch.int32).to(pool.device)
     made["counts"] = torch.randint(0, places + 1, size[:2], generator=generator, dtype=torch.int32).to(pool.device)

@@ -17,8 +17,7 @@ _PLAIN = {"wild": "", "extremes": False, "strides": "plain", "scale": None, "q":
 
 def reduced(case: Case, fails: Callable[[Case], bool], seconds: float) -> Case:
     """The smallest case found in so many seconds that still fails, one change at a time."""
-    end = time.monotonic() + seconds
-    shrunk = True
+    end, shrunk = time.monotonic() + seconds, True
     while shrunk:
         shrunk = False
         for smaller in _smaller(case):

@@ -76,8 +76,7 @@ def run(mode: str, work: Work, seed: int, device: str, seconds: float, processes
         children[seed + number] = context.Process(target=_child, args=arguments, daemon=False)
         children[seed + number].start()
     begun = shown = time.monotonic()
-    at = dict.fromkeys(children, -1)
-    heard = dict.fromkeys(children, begun)
+    at, heard = dict.fromkeys(children, -1), dict.fromkeys(children, begun)
     try:
         while children:
             try:

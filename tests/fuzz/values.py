@@ -204,8 +204,7 @@ def prepared(device: str) -> Iterator[None]:
 def work(seed: int, device: str, seconds: float, stopped: Callable[[], bool],
         most: int = 2**31) -> Iterator[Found | int]:  # fmt: skip
     """Cases of a seed until the time is over; the first failures are made smaller."""
-    end = time.monotonic() + seconds
-    failures = 0
+    end, failures = time.monotonic() + seconds, 0
     with warnings.catch_warnings(), prepared(device):
         warnings.simplefilter("ignore")  # the interpreter's own, of rows that hold only NaN
         for number in range(most):

@@ -128,8 +128,7 @@ def test_packed_keys_in_the_other_order() -> None:
 ])  # fmt: skip
 def test_probabilities_of_numbers_past_every_integer(given: dict[str, Any], same: dict[str, Any]) -> None:
     """Such windows hide nothing, with S_dmask as without."""
-    x = torch.randn(1, 5, 4, 16)
-    found = []
+    x, found = torch.randn(1, 5, 4, 16), []
     for more in (given, same):
         torch.manual_seed(0)
         found.append(flash_attn.flash_attn_func(x, x, x, 0.5, return_attn_probs=True, **more))

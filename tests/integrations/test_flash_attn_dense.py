@@ -213,8 +213,7 @@ def test_pages(page: int, name: str) -> None:
     """block_table, in an order of its own; what no sequence reaches holds NaN, in keys and in values."""
     q, k, v = packed()
     most = -(-max(LENGTHS_K) // page)
-    table = torch.full((3, most), -1, dtype=torch.int32)
-    pages = torch.randperm(3 * most + 2).tolist()
+    table, pages = torch.full((3, most), -1, dtype=torch.int32), torch.randperm(3 * most + 2).tolist()
     k_pages, v_pages = (torch.full((3 * most + 2, page, *t.shape[1:]), math.nan) for t in (k, v))
     for b, length in enumerate(LENGTHS_K):
         for place in range(-(-length // page)):

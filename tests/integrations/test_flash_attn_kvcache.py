@@ -91,8 +91,7 @@ def test_append_and_attend(form: str, name: str, poisoned: str) -> None:
 @pytest.mark.parametrize("rows", [1, 4, 20])  # 20: more than decode_attention is for
 @pytest.mark.parametrize("form", ["own", "batch_idx"])
 def test_left_padding_without_new_rows(form: str, rows: int, poisoned: str) -> None:
-    cache = cache_of(form, poisoned, pads=PADS)
-    q = torch.randn(3, rows, HEADS, WIDTH)
+    cache, q = cache_of(form, poisoned, pads=PADS), torch.randn(3, rows, HEADS, WIDTH)
     before = cache.k.clone(), cache.v.clone()
     for scores in (SCORES["causal"], SCORES["alibi"], SCORES["window"]):
         out, lse = flash_attn_with_kvcache(q, cache.k, cache.v, cache_seqlens=ints(*BEFORE), cache_leftpad=ints(*PADS),
@@ -121,8 +120,7 @@ def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: lis
 def test_rotation(form: str, name: str, interleaved: bool) -> None:
     """Keys by their rows in the cache; queries too, but for calls without a mask: all at cache_seqlens."""
     pads = (0, 0, 0) if form == "pages" else PADS
-    cache = cache_of(form, "keys", pads=pads)
-    angles = torch.randn(ROOM, 6) * 3
+    cache, angles = cache_of(form, "keys", pads=pads), torch.randn(ROOM, 6) * 3
     cos, sin = angles.cos(), angles.sin()
     q, k, v = torch.randn(3, 3, HEADS, WIDTH), torch.randn(3, 3, KV_HEADS, WIDTH), torch.randn(3, 3, KV_HEADS, V_WIDTH)
     given = cache.given if form == "pages" else {**cache.given, "cache_leftpad": ints(*pads)}

@@ -68,8 +68,7 @@ def test_generation_and_prefill_are_timed(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_checkpointing_recomputes_and_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    sdpa = torch.nn.functional.scaled_dot_product_attention
+    calls, sdpa = [], torch.nn.functional.scaled_dot_product_attention
     counted = lambda *args, **named: calls.append(1) or sdpa(*args, **named)  # noqa: E731
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
     trainer = sets.Trainer(sets.TINY, "cpu")

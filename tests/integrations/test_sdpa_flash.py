@@ -44,8 +44,7 @@ def test_nothing_is_active_until_it_is_asked_for() -> None:
 
 
 def test_torchs_registry_activates_and_restores() -> None:
-    name = sdpa.register_flash_impl("cpu", name="mine")
-    q = tensors((1, 2, 5, 16))[0]
+    name, q = sdpa.register_flash_impl("cpu", name="mine"), tensors((1, 2, 5, 16))[0]
     right = functional.scaled_dot_product_attention(q, q, q, is_causal=True)
     attention.activate_flash_attention_impl(name)
     try:
@@ -128,8 +127,7 @@ def torchs_backward() -> Iterator[list[tuple[Any, ...]]]:
 
     def dense(grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *rest: Any, scale: Any = None) -> Any:
         got.append((lse, *rest))
-        causal = rest[5]
-        seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)
+        causal, seen = rest[5], torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)
         seen = seen.tril(k.shape[2] - q.shape[2]) if causal else seen
         found = backward_by_lse(grad, q, k, v, out, lse, seen, scale or q.shape[-1] ** -0.5)
         return tuple(one.to(q.dtype) for one in found)

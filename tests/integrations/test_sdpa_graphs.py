@@ -189,8 +189,7 @@ def test_a_compiled_call_that_is_torchs_has_torchs_operator_and_is_told(name: st
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_recorded_call_that_is_torchs_has_torchs_operators(name: str, recorder: str) -> None:
     call, tensors, reason = REFUSED[name]
-    recorded = RECORDERS[recorder](Model(call), tensors)
-    route = sdpa.last_route()
+    recorded, route = RECORDERS[recorder](Model(call), tensors), sdpa.last_route()
     assert route.path == "torch"
     assert reason in route.reason
     if isinstance(recorded, torch.fx.GraphModule):
@@ -312,8 +311,7 @@ def test_models_of_torch_compiled_and_trained(kind: str, dynamic: bool) -> None:
     else:
         model = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
         program = lambda x: model(x, src_key_padding_mask=padding)  # noqa: E731
-    parameters = list(model.parameters())
-    right = program(x)
+    parameters, right = list(model.parameters()), program(x)
     right_grads = torch.autograd.grad(right.sin().sum(), parameters)
     with sdpa.replacement():
         compiled = Compiled(program, dynamic=dynamic)
@@ -356,12 +354,10 @@ def test_a_recorded_call_drops_anew_in_each_run_and_as_often_as_asked(recorder: 
 
 def test_what_dynamo_sees_whole_is_not_compiled_again_outside_of_the_block() -> None:
     """torch.nn.MultiheadAttention calls one function that dynamo does not look into: docs/integrations.md says so."""
-    model = torch.nn.MultiheadAttention(16, 2, batch_first=True)
-    x = torch.randn(2, 5, 16)
+    model, x = torch.nn.MultiheadAttention(16, 2, batch_first=True), torch.randn(2, 5, 16)
     with sdpa.replacement():
         compiled = Compiled(lambda x: model(x, x, x, need_weights=False)[0])
-        inside = compiled.run(x)
-        before = list(compiled.nodes)
+        inside, before = compiled.run(x), list(compiled.nodes)
     torch.testing.assert_close(compiled.run(x), inside)
     assert compiled.nodes == before
 

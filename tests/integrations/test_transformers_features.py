@@ -137,8 +137,7 @@ def test_a_mask_with_holes(models, family, monkeypatch):
     model, mask = models[family], holes()
     eager = model(tokens(), attention_mask=mask).logits
     with using(model, "portattn"):
-        ours = model(tokens(), attention_mask=mask).logits
-        plan = portattn.last_plan()
+        ours, plan = model(tokens(), attention_mask=mask).logits, portattn.last_plan()
         plant(monkeypatch, mask=None)
         planted = model(tokens(), attention_mask=mask).logits
     assert difference(ours, eager, mask) < TOLERANCE
@@ -203,8 +202,7 @@ def test_a_mask_of_one_s_own(models, family, kind):
     plain = model(tokens()).logits
     with using(model, "portattn"):
         ours = model(tokens(), attention_mask=seen if kind == "bool" else added).logits
-        problem = portattn.last_plan().problem
-        cache = CACHES["caching all"](model)
+        problem, cache = portattn.last_plan().problem, CACHES["caching all"](model)
         model(tokens()[:, :-1], attention_mask=added[..., :-1, :-1], past_key_values=cache)
         step = model(tokens()[:, -1:], attention_mask=added[..., -1:, :], past_key_values=cache).logits
     assert difference(ours, eager, None) < TOLERANCE
@@ -353,8 +351,7 @@ def test_packed_rows(models, family, how):
     if how != "position_ids":
         given |= {"cu_seq_lens_q": BEGINS, "cu_seq_lens_k": BEGINS, "max_length_q": 11, "max_length_k": 11}
     with using(model, "portattn"):
-        ours = model(ids, **given).logits
-        problem = portattn.last_plan().problem
+        ours, problem = model(ids, **given).logits, portattn.last_plan().problem
         if how == "cu_seq_lens":
             whole = model(ids, position_ids=PACKED).logits
             assert difference(whole, ours, None) > PLANTED  # a cache hides from transformers that rows are packed

@@ -219,11 +219,9 @@ def test_what_is_the_same_for_all_layers_is_put_together_once(models: dict[str, 
         monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     from portattn.integrations.transformers_mask import CompactMask
 
-    lengths = []
-    real = ops.attention
+    lengths, real = [], ops.attention
     monkeypatch.setattr(ops, "attention", lambda *a, **k: lengths.append(k["seqlens_k"]) or real(*a, **k))
-    asked = []
-    written = CompactMask.written.fget
+    asked, written = [], CompactMask.written.fget
     monkeypatch.setattr(CompactMask, "written", property(lambda mask: asked.append(mask) or written(mask)))
     with using(models["Llama"], "portattn") as model:
         model(tokens(), attention_mask=padding("left"))

@@ -88,8 +88,7 @@ def test_they_say_what_the_boolean_mask_says(pattern: str, validate: str) -> Non
         if not decoder:
             past, kv_offset, spare = 0, 0, spare if pattern == "bidirectional" else 0  # spare: cross-attention
         stop = past + q_length
-        kv_length = stop - kv_offset + spare
-        valid = torch.zeros(BATCH, stop + spare, dtype=torch.bool)
+        kv_length, valid = stop - kv_offset + spare, torch.zeros(BATCH, stop + spare, dtype=torch.bool)
         for row in range(BATCH):
             first, end = torch.randint(0, stop + spare + 1, (2,), generator=generator).sort().values.tolist()
             valid[row, first : max(end, past + 1)] = True
@@ -280,8 +279,7 @@ def test_refusals(models: dict[str, Any], case: tuple[Any, ...]) -> None:
 
 
 def test_packed_sequences_with_a_bias_need_position_ids() -> None:
-    layer = build("Llama").model.layers[0].self_attn
-    forward = AttentionInterface()["portattn"]
+    layer, forward = build("Llama").model.layers[0].self_attn, AttentionInterface()["portattn"]
     q, kv, bias = torch.randn(1, 4, 9, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 4, 9, 9)
     packed = {"cu_seq_lens_q": torch.tensor([0, 5, 9]), "cu_seq_lens_k": torch.tensor([0, 5, 9])}
     whole = compact_mask(1, 9, 9)
@@ -294,8 +292,7 @@ def test_packed_sequences_with_a_bias_need_position_ids() -> None:
 
 
 def test_a_layer_without_a_mask_or_with_another_raises(models: dict[str, Any]) -> None:
-    layer = models["Llama"].model.layers[0].self_attn
-    forward = AttentionInterface()["portattn"]
+    layer, forward = models["Llama"].model.layers[0].self_attn, AttentionInterface()["portattn"]
     q, kv = torch.randn(BATCH, 4, 5, 8), torch.randn(BATCH, 2, 5, 8)
     with pytest.raises(portattn.ArgumentError, match="does not make its masks through AttentionMaskInterface"):
         forward(layer, q, kv, kv, None)

@@ -56,8 +56,7 @@ def test_logits_of_a_dense_forward(models, family, name, validate):
 @torch.no_grad()
 def test_planted_errors_show_in_a_dense_forward(models, plant, monkeypatch):
     model, ids, mask = models["Llama"], tokens(), padding("both")
-    eager = model(ids, attention_mask=mask).logits
-    real = ops.attention
+    eager, real = model(ids, attention_mask=mask).logits, ops.attention
     monkeypatch.setattr(ops, "attention", lambda *args, **kwargs: real(*args, **{**kwargs, **plant}))
     with using(model, "portattn"):
         try:
@@ -70,8 +69,7 @@ def test_planted_errors_show_in_a_dense_forward(models, plant, monkeypatch):
 
 @torch.no_grad()
 def test_lengths_are_computed_once_a_forward(models, monkeypatch):
-    seen = []
-    real = transformers_mask._runs
+    seen, real = [], transformers_mask._runs
     monkeypatch.setattr(transformers_mask, "_runs", lambda mask: seen.append(mask.shape) or real(mask))
     model = models["Llama"]
     assert model.config.num_hidden_layers == 2
@@ -82,8 +80,7 @@ def test_lengths_are_computed_once_a_forward(models, monkeypatch):
 
 @torch.no_grad()
 def test_bfloat16_keeps_its_dtype():
-    model = build("Llama").to(torch.bfloat16)
-    mask = padding("left")
+    model, mask = build("Llama").to(torch.bfloat16), padding("left")
     eager = model(tokens(), attention_mask=mask).logits
     with using(model, "portattn"):
         ours = model(tokens(), attention_mask=mask).logits
@@ -272,8 +269,7 @@ def test_a_decoding_step_that_is_differentiated(models, chunks):
 
     eager = gradient()
     with using(model, "portattn"):
-        ours = gradient()
-        asked = portattn.last_plan().problem
+        ours, asked = gradient(), portattn.last_plan().problem
         with torch.no_grad():
             in_chunks(model, ids, mask, CACHES["dynamic"](model), chunks)
     model.zero_grad()

@@ -65,8 +65,7 @@ def test_names_that_transformers_reads_otherwise_are_refused(name):
 
 @torch.no_grad()
 def test_a_backend_is_handed_to_every_call(models):
-    handle = register("portattn_reference", backend="reference")
-    taken = []
+    handle, taken = register("portattn_reference", backend="reference"), []
     try:
         with using(models["Llama"], "portattn_reference") as model:
             for length in (LENGTH, 1):
@@ -220,8 +219,7 @@ def wrapped():
 
 
 def test_methods_are_wrapped_while_a_name_is_registered(registration):
-    ours = wrapped()
-    second = register("portattn_reference", backend="reference")
+    ours, second = wrapped(), register("portattn_reference", backend="reference")
     assert wrapped() == ours
     registration.remove()
     assert wrapped() == ours

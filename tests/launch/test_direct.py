@@ -39,8 +39,7 @@ def _kinds(seen):
 
 @pytest.mark.compiles
 def test_all_ways_launch_the_same(seen):
-    kinds = _kinds(seen)
-    version = tuple(map(int, seen["triton"].split(".")[:2]))
+    kinds, version = _kinds(seen), tuple(map(int, seen["triton"].split(".")[:2]))
     expected = {"copy", "two", "unaligned"}
     expected |= {"scratch"} if version >= (3, 3) and "scratch" in kinds else set()
     expected |= {"dependent"} if version >= (3, 4) else set()
