@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,9 @@ from typing import Any
 
 import pytest
 from places import ROOT, TESTS
+
+from portattn.backends.ascend import AscendBackend
+from portattn.planning.data_files import load_arches
 
 HERE = Path(__file__).parent
 TOOLS = ("gcc", "nm", "objdump")
@@ -108,3 +112,12 @@ def test_meta_functions_give_the_shapes_and_dtypes_of_the_results(found: dict[st
     """Another reason to refuse gradients with a bias: the only function with `pse_type` cannot be traced backwards."""
     (difference,) = found["differences"]
     assert difference.startswith("npu::npu_fusion_attention_grad_v2: empty_like(): argument 'input'")
+
+
+def test_every_chip_of_the_vendors_list_has_an_arch() -> None:
+    """Of the families that kernels are planned for, by the SoC names in the library."""
+    known = {device for arch in load_arches(AscendBackend.folder).values() for device in arch.devices}
+    text = (folder_of("torch_npu") / "lib" / "libtorch_npu.so").read_bytes()
+    listed = {name.decode() for name in re.findall(rb"\0(Ascend(?:910B\d|910_9|950[DP])[\w-]*)(?=\0)", text)}
+    assert len(listed) > 40
+    assert listed <= known
