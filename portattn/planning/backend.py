@@ -254,7 +254,7 @@ class Backend:
         raise NotImplementedError
 
     def arch_of(self, device: str) -> str | None:
-        """Return the arch whose `devices` name a device, else the arch whose `relatives` match it, or None. For `detect`.
+        """Return the arch whose `devices` name a device, else the arch whose `relatives` match it, or None.
 
         Warns once of a device that has no arch of its own."""
         from portattn.planning.data_files import load_arches
