@@ -104,15 +104,12 @@ def variant_files(backend: str, library: dict[str, bytes]) -> dict[str, bytes]:
     metadata = {
         "name": NAME,
         "id": f"_{NAME}_{backend}_{whole[:8]}",  # the module's name: two kernels of one content are one
-        "version": KERNEL_VERSION,
-        "license": LICENSE,
-        "python-depends": [],
-        "backend": {"type": backend},
+        "version": KERNEL_VERSION, "license": LICENSE, "python-depends": [], "backend": {"type": backend},
         "digest": {
             "algorithm": "sha256",
             "files": {path: base64.b64encode(digest).decode() for path, digest in digests.items()},
         },
-    }
+    }  # fmt: skip
     return files | {"metadata.json": (json.dumps(metadata, indent=2) + "\n").encode()}
 
 

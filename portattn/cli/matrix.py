@@ -215,16 +215,13 @@ def _summary(made: Run, cells: list[Cell]) -> dict[str, Any]:
     from portattn.tools.matrix.cells import said_label
 
     return {
-        "schema": made.schema,
-        "cells": len(cells),
-        "planned": len(made.cells),
+        "schema": made.schema, "cells": len(cells), "planned": len(made.cells),
         "statuses": dict(Counter(cell.status for cell in cells)),
         "levels": dict(Counter(cell.level for cell in cells if cell.status == "PASS")),
-        "labels": dict(Counter(label for cell in cells if (label := said_label(cell)))),
-        "empty": gaps(made, cells),
+        "labels": dict(Counter(label for cell in cells if (label := said_label(cell)))), "empty": gaps(made, cells),
         # By the words of --fail-on; `notes` of a verdict are something else.
         **{
             kind: [{name: getattr(cell, name) for name in _LISTED} for cell in cells if cell.status in statuses]
             for kind, statuses in STATUSES.items()
         },
-    }
+    }  # fmt: skip

@@ -19,22 +19,17 @@ BASE: dict[str, Any] = {
 CUT = {"cu": (0, 96, 100, 470, 471, 800, 960), "poison": True}  # of 1024 rows; 64 are padding
 CONTIGUOUS, ULYSSES = {"how": {"method": "ring", "layout": "contiguous"}}, {"how": {"method": "ulysses"}}
 TRAINED: dict[str, dict[str, Any]] = {
-    "ring, zigzag": {},
-    "ring, zigzag, without a mask": {"causal": False},
+    "ring, zigzag": {}, "ring, zigzag, without a mask": {"causal": False},
     "ring, zigzag, bshd, fp16, two sequences": {"bshd": True, "dtype": "fp16", "batch": 2, "width": 64},
     "ring, contiguous, gradient of the LSE": CONTIGUOUS | {"grad_lse": True},
-    "ring, window": {"window": (100, 0), "causal": False},
-    "ring, sinks and softcap": {"sinks": True, "softcap": 3.0},
+    "ring, window": {"window": (100, 0), "causal": False}, "ring, sinks and softcap": {"sinks": True, "softcap": 3.0},
     "ring, ALiBi": {"alibi_slopes": 1},
     "ring, fp32, values of another width": {"dtype": "fp32", "width": 64, "width_v": 32},
-    "ring, DTensors": {"dtensor": True},
-    "ring, packed": CUT,
-    "ring, packed, contiguous, window": CUT | CONTIGUOUS | {"window": (150, 0), "causal": False},
-    "ulysses": ULYSSES,
+    "ring, DTensors": {"dtensor": True}, "ring, packed": CUT,
+    "ring, packed, contiguous, window": CUT | CONTIGUOUS | {"window": (150, 0), "causal": False}, "ulysses": ULYSSES,
     "ulysses, one key head": ULYSSES | {"heads_k": 1, "grad_lse": True},
-    "ulysses, window, sinks": ULYSSES | {"window": (100, 0), "sinks": True},
-    "ulysses, packed": ULYSSES | CUT,
-}
+    "ulysses, window, sinks": ULYSSES | {"window": (100, 0), "sinks": True}, "ulysses, packed": ULYSSES | CUT,
+}  # fmt: skip
 INTERLEAVE, PAGE = 16, 64
 CACHE: dict[str, Any] = {
     "batch": 4, "heads_q": 8, "heads_k": 2, "seq_q": 1, "seq_k": 1024, "head_dim": 128, "head_dim_v": 128,

@@ -41,15 +41,13 @@ class Case:
 DECODE = [(1, 8192)] * 64
 MIXED = [(1, 8192)] * 48 + [(1024, 5120)] * 4
 CASES = [
-    Case("decode 64 x 8k, 32/8", DECODE),
-    Case("decode 64 x 8k, 64/8", DECODE, heads=64),
+    Case("decode 64 x 8k, 32/8", DECODE), Case("decode 64 x 8k, 64/8", DECODE, heads=64),
     Case("decode 64 x 8k, 32/8, HND", DECODE, layout="HND"),
     Case("mixed 48 x 8k + 4 x (1k of 5k), 32/8", MIXED, graphs=False),
     Case("mixed 48 x 8k + 4 x (1k of 5k), 64/8", MIXED, heads=64, graphs=False),
-    Case("verify 64 x (4 of 8k), 32/8", [(4, 8192)] * 64),
-    Case("decode 64 x 8k, 32/8, fp8", DECODE, cache_dtype="fp8"),
+    Case("verify 64 x (4 of 8k), 32/8", [(4, 8192)] * 64), Case("decode 64 x 8k, 32/8, fp8", DECODE, cache_dtype="fp8"),
     Case("mixed 48 x 8k + 4 x (1k of 5k), 32/8, fp8", MIXED, cache_dtype="fp8", graphs=False),
-]
+]  # fmt: skip
 
 
 def vllm(measure: Measure) -> Iterator[Row]:

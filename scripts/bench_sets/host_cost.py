@@ -32,13 +32,10 @@ from portattn.tools.bench.tensors import Tensors
 from portattn.tools.bench.workloads import Measure, Row
 
 PARTS = {
-    "a": "The same call again",
-    "b": "A length never seen before",
-    "c": "n shapes in turn",
+    "a": "The same call again", "b": "A length never seen before", "c": "n shapes in turn",
     "d": "Two classes of shapes in turn, each call of another length",
-    "e": "The first call of a class, its kernels loaded",
-    "f": "The same training call again: forward and backward",
-}
+    "e": "The first call of a class, its kernels loaded", "f": "The same training call again: forward and backward",
+}  # fmt: skip
 SECONDS = 150.0  # for all, compiles included, without --budget
 GROWING, RANDOM = "one key more each call", "a random length"
 WARM = 40  # calls of other lengths before the first that is timed: they compile what lengths of all kinds need

@@ -85,12 +85,10 @@ WRITES, WRITES_TINY = {"decode": 64, "prompt": 8192}, {"decode": 4, "prompt": 40
 E4M3 = torch.float8_e4m3fn
 # Name -> (dtype of the cache, what a scale belongs to, whether keys are rotated).
 KINDS: dict[str, tuple[torch.dtype, str, bool]] = {
-    "bf16": (torch.bfloat16, "", False),
-    "bf16, rotated": (torch.bfloat16, "", True),
-    "e4m3, a scale for each head": (E4M3, "head", False),
-    "e4m3, a scale for each token": (E4M3, "token", False),
+    "bf16": (torch.bfloat16, "", False), "bf16, rotated": (torch.bfloat16, "", True),
+    "e4m3, a scale for each head": (E4M3, "head", False), "e4m3, a scale for each token": (E4M3, "token", False),
     "e4m3, a scale for each token, rotated": (E4M3, "token", True),
-}
+}  # fmt: skip
 
 
 def cache_write(measure: Measure) -> Iterator[Row]:

@@ -132,13 +132,11 @@ def test_tests_see_the_checkout(script, capfd):
         ("", "nowhere==2.0", [], "No matching distribution found for nowhere==2.0"),
         ("#: size 99999999", "", [], "needs 99999999 MB while it is made, and .* MB left; ENGINES_HOME names another"),
         (
-            "#: try import time; time.sleep(60)",
-            "",
-            ["--seconds", "6"],
+            "#: try import time; time.sleep(60)", "", ["--seconds", "6"],
             r"not made within 6 s \(--seconds allows more\)",
         ),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_made_leaves_nothing(script, tmp_path, capfd, head, lines, options, reason):
     listed(script, head=head, lines=lines)
     assert script.main(["make", "toy==1.0", "--json", *options]) == script.CANNOT

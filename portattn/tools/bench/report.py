@@ -220,14 +220,10 @@ def _worst(rows: list[Row], contender: str) -> tuple[float | None, str]:
 
 def document(result: Result) -> dict[str, Any]:
     return {
-        "schema": SCHEMA,
-        "runs": result.runs,
-        "summaries": summaries(result),
-        "goals": goal_results(result),
-        "left": [{"set": name, "case": case} for name, case in result.left],
-        "rows": result.rows,
+        "schema": SCHEMA, "runs": result.runs, "summaries": summaries(result), "goals": goal_results(result),
+        "left": [{"set": name, "case": case} for name, case in result.left], "rows": result.rows,
         "first_calls": result.first_calls,
-    }
+    }  # fmt: skip
 
 
 class ContenderChange(msgspec.Struct, frozen=True, kw_only=True):

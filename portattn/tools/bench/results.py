@@ -350,13 +350,10 @@ _QUERY = "clocks.sm,clocks.mem,power.draw,power.limit,temperature.gpu,driver_ver
 def provenance(device: str, program: str = "portattn") -> dict[str, str]:
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": command(sys.argv, program),
-        "commit": source_commit_text(Path(portattn.__file__).parent),
-        "chip": "CPU" if device == "cpu" else chip_name(torch.device(device)),
-        "torch": str(torch.__version__),
-        "toolchain": str(installed_toolchain()),
-        "python": platform.python_version(),
-    }
+        "command": command(sys.argv, program), "commit": source_commit_text(Path(portattn.__file__).parent),
+        "chip": "CPU" if device == "cpu" else chip_name(torch.device(device)), "torch": str(torch.__version__),
+        "toolchain": str(installed_toolchain()), "python": platform.python_version(),
+    }  # fmt: skip
 
 
 def this_run(

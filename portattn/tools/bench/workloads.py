@@ -179,17 +179,14 @@ class Workload:
 
 
 WORKLOADS = {
-    "engines": Workload("engines.py", "engines"),
-    "fp8-forward": Workload("operators.py", "fp8_forward"),
-    "cache-write": Workload("operators.py", "cache_write"),
-    "sparse-latent": Workload("operators.py", "sparse_latent"),
-    "transformers": Workload("models.py", "transformers"),
-    "training-step": Workload("models.py", "training_step"),
+    "engines": Workload("engines.py", "engines"), "fp8-forward": Workload("operators.py", "fp8_forward"),
+    "cache-write": Workload("operators.py", "cache_write"), "sparse-latent": Workload("operators.py", "sparse_latent"),
+    "transformers": Workload("models.py", "transformers"), "training-step": Workload("models.py", "training_step"),
     "host-cost": Workload("host_cost.py", "host_cost", tables=True),
     "cpu": Workload("checkouts.py", "cpu", device=False),
     "host-without-gpu": Workload("checkouts.py", "host_without_gpu", device=False),
     "context-parallel": Workload("context_parallel.py", "context_parallel", forks=True, tables=True),
-}
+}  # fmt: skip
 # Columns of the tables; a table has the columns for which a row has a value.
 SHOWN = (
     "case", "contender", "ms", "of_peer", "graph_ms", "graph_of_peer", "cold_ms", "host_us", "median_us", "p99_us",

@@ -128,22 +128,17 @@ LEVEL_MEANS = {
     "measured": "right numbers on the chip, and timed",
 }
 NOT_SEEN = {
-    "declared": "any code and any number",
-    REFERENCE: "any chip",
-    "compiles": "any number of the compiled code: it did not run",
-    "lowering-checked": "machine code, and the chip",
-    "emulated": "the chip, its timing, and races",
-    "runs": "its speed",
+    "declared": "any code and any number", REFERENCE: "any chip",
+    "compiles": "any number of the compiled code: it did not run", "lowering-checked": "machine code, and the chip",
+    "emulated": "the chip, its timing, and races", "runs": "its speed",
     "measured": "other chips, drivers and compilers",
-}
+}  # fmt: skip
 STATUS_MEANS = {
     "NOTE": "looked at, nothing wrong, but no evidence for a level",
-    "FAIL": "wrong numbers, or code that does not suit the chip",
-    "ERROR": "the compiler refused",
-    "CRASH": "the compiler's process died",
-    "TIMEOUT": "the compiler did not answer in its time",
+    "FAIL": "wrong numbers, or code that does not suit the chip", "ERROR": "the compiler refused",
+    "CRASH": "the compiler's process died", "TIMEOUT": "the compiler did not answer in its time",
     "NOT_RUN": "its compiler is not here: nothing was compiled",
-}
+}  # fmt: skip
 KINDS = (*LEVEL_MEANS, *STATUS_MEANS)  # in the order of a legend
 _WORDS = {REFERENCE: "CPU reference", "NOTE": "note", "NOT_RUN": "not run"}
 

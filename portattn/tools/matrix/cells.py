@@ -86,17 +86,13 @@ def cell_key(identity: Identity, cell: str, target: str, toolchain: str, compone
     """Digest all dependences of a cell's result but the time limit (see `results.Results.resume`)."""
     backend = target.partition(":")[0]
     parts = {
-        "cell": cell,
-        "portattn": identity.portattn,
-        "digests": digests_of(identity, backend),
+        "cell": cell, "portattn": identity.portattn, "digests": digests_of(identity, backend),
         "toolchain": [toolchain, identity.toolchains.get(toolchain, ""), dict(components)],
-        "compiler": identity.compiler,
-        "versions": identity.versions,
-        "variables": identity.variables,
+        "compiler": identity.compiler, "versions": identity.versions, "variables": identity.variables,
         "executors": {name: lacks for name, lacks in identity.executors.items() if name.split()[0] in (target, "any")},
         # What runs on a device depends on it; all else is the same wherever it is made.
         "devices": [device for device in identity.host.devices if device.target.partition(":")[0] == backend],
-    }
+    }  # fmt: skip
     return digest(parts)
 
 

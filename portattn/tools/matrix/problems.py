@@ -32,21 +32,17 @@ _INDEXER: Fields = {"batch": 1, "heads_q": 64, "heads_k": 1, "seq_q": 1024, "seq
 _BLOCKS: Fields = _INDEXER | {"heads_k": 4, "seq_q": 8192, "seq_k": 8192, "tokens": 16, "block_k": 64}
 # op -> its word in names, and its sizes
 SIZES: dict[str, tuple[str, Fields]] = {
-    "attention": ("dense", _DENSE),
-    "varlen_attention": ("varlen", _VARLEN),
+    "attention": ("dense", _DENSE), "varlen_attention": ("varlen", _VARLEN),
     "attention_backward": ("gradients", _DENSE | _FEWER),
-    "varlen_attention_backward": ("packed gradients", _VARLEN | _FEWER),
-    "decode_attention": ("decode", _DECODE),
-    "paged_attention": ("paged", _PAGED),
-    "sparse_attention": ("sparse", _DECODE | {"seq_k": 32768, "tokens": 1024}),
-    "block_sparse_attention": ("blocks", _BLOCKS),
-    "block_sparse_attention_backward": ("gradients of blocks", _BLOCKS),
+    "varlen_attention_backward": ("packed gradients", _VARLEN | _FEWER), "decode_attention": ("decode", _DECODE),
+    "paged_attention": ("paged", _PAGED), "sparse_attention": ("sparse", _DECODE | {"seq_k": 32768, "tokens": 1024}),
+    "block_sparse_attention": ("blocks", _BLOCKS), "block_sparse_attention_backward": ("gradients of blocks", _BLOCKS),
     "mla_attention": ("MLA", _PAGED | {"heads_q": 128, "heads_k": 1, "seq_k": 4096, "page_size": 64}),
     "append_kv": ("append", _DECODE | _FEWER),
     "write_pages": ("write", _FEWER | {"batch": 1, "seq_q": 64, "seq_k": 131072, "page_size": 16}),
     "indexer_logits": ("indexer", _INDEXER),
     "topk_indices": ("top-k", _INDEXER | {"heads_q": 1, "seq_k": 65536, "head_dim": 1, "tokens": 2048}),
-}
+}  # fmt: skip
 PADDED: Fields = {"seqlens_q": True, "seqlens_k": True}
 LEFT_PADDED: Fields = PADDED | {"leftpad_q": True, "leftpad_k": True}
 ROTARY: Fields = {"rotary": "neox", "rotary_dim": 128}
@@ -99,23 +95,15 @@ def paged(kind: str, words: str = "", **changes: Any) -> NamedProblem:
 def quick() -> list[NamedProblem]:
     """Return a handful that touches every op and kernel, every dtype and every kind of masking."""
     return [
-        dense(dtype="fp16", head_dim=64, causal="bottom_right"),
-        dense("GQA", **CAUSAL, heads_k=4),
-        dense("padded, LSE", dtype="fp16", head_dim=80, return_lse=True, **PADDED),
-        dense(dtype="fp32", head_dim=64),
-        varlen("window, softcap", **CAUSAL, softcap=True, **WINDOW),
-        gradients("GQA", **CAUSAL, heads_k=2),
-        packed_gradients(dtype="fp16", head_dim=64, causal="bottom_right"),
-        decode("GQA", **WIDE),
-        paged("GQA", **WIDE, page_size=16),
-        sparse("weights", dtype="fp16", head_dim=128, log_weights=True),
-        *(make(**CAUSAL) for make in (blocks, block_gradients)),
-        mla(**LATENT),
-        append(**WIDE),
+        dense(dtype="fp16", head_dim=64, causal="bottom_right"), dense("GQA", **CAUSAL, heads_k=4),
+        dense("padded, LSE", dtype="fp16", head_dim=80, return_lse=True, **PADDED), dense(dtype="fp32", head_dim=64),
+        varlen("window, softcap", **CAUSAL, softcap=True, **WINDOW), gradients("GQA", **CAUSAL, heads_k=2),
+        packed_gradients(dtype="fp16", head_dim=64, causal="bottom_right"), decode("GQA", **WIDE),
+        paged("GQA", **WIDE, page_size=16), sparse("weights", dtype="fp16", head_dim=128, log_weights=True),
+        *(make(**CAUSAL) for make in (blocks, block_gradients)), mla(**LATENT), append(**WIDE),
         write("rotary, e4m3 cache, scales token", **WIDE, **E4M3, **ROTARY),
-        indexer("e4m3, scales token", **WIDE, **E4M3),
-        topk(dtype="fp32"),
-    ]
+        indexer("e4m3, scales token", **WIDE, **E4M3), topk(dtype="fp32"),
+    ]  # fmt: skip
 
 
 def full() -> list[NamedProblem]:

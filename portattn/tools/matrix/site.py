@@ -61,30 +61,23 @@ def context(run: Run, cells: Sequence[Cell]) -> dict[str, Any]:
     counts = Counter(cell_text.kind(cell) for cell in cells)
     means = cell_text.LEVEL_MEANS | cell_text.STATUS_MEANS
     return {
-        "run": run,
-        "cells": cells,
-        "columns": columns,
-        "bands": _bands(columns),
-        "ops": ops,
-        "titles": {op: row.title for op, row in ROWS.items()},
-        "numbers": numbers,
+        "run": run, "cells": cells, "columns": columns, "bands": _bands(columns), "ops": ops,
+        "titles": {op: row.title for op, row in ROWS.items()}, "numbers": numbers,
         "footnotes": [
             (numbers[quirk], used[0][1], len({cell.id for cell, _ in used})) for quirk, used in _notes(cells).items()
         ],
         "legend": [(name, means[name], cell_text.NOT_SEEN.get(name, ""), counts[name]) for name in cell_text.KINDS],
         "levels": LEVELS,
         "on_hardware": sorted({seen.level for cell in cells if (seen := cell_text.on_hardware(cell))}),
-        "options": _options(cells),
-        "gaps": cell_text.gaps(run, cells),
+        "options": _options(cells), "gaps": cell_text.gaps(run, cells),
         "why_empty": lambda cell: cell_text.of_cell(cell, run),
         "place": lambda problem, column: cell_text.of_place(run, problem, column.target, column.toolchain),
         "hosts": {identity.id: f"{identity.host}, {identity.code()}" for identity in run.identities},
-        "total": len(cells),
-        "red": [cell for cell in cells if cell.red],
+        "total": len(cells), "red": [cell for cell in cells if cell.red],
         "targets": len({column.target for column in columns}),
         "compilers": len({c.toolchain for c in columns}) if any(c.version for c in columns) else 1,
         "backends": {c.target: cell_text.title(c.backend) for c in columns},
-    }
+    }  # fmt: skip
 
 
 def _without_notes(cell: Cell) -> Cell:
@@ -231,12 +224,9 @@ def counts(run: Run, cells: Sequence[Cell]) -> Counts:
 def endpoint(found: Counts) -> dict[str, Any]:
     said = [f"{getattr(found, name)} {name}" for name in ("green", "amber", "red") if getattr(found, name)]
     return {
-        "schemaVersion": 1,
-        "label": LABEL,
-        "message": ", ".join(said) or "no cells",
-        "color": SHIELDS[found.colour],
+        "schemaVersion": 1, "label": LABEL, "message": ", ".join(said) or "no cells", "color": SHIELDS[found.colour],
         "isError": found.red > 0,
-    }
+    }  # fmt: skip
 
 
 def svg(found: Counts) -> str:
@@ -341,12 +331,10 @@ def _quirk_page(folder: str) -> Any:
 def _options(cells: Sequence[Cell]) -> dict[str, list[tuple[str, str]]]:
     statuses = {cell_text.kind(cell) for cell in cells}
     plain: dict[str, Any] = {
-        "target": (cell.target for cell in cells),
-        "toolchain": (cell.toolchain for cell in cells),
-        "op": (cell.problem.op for cell in cells),
-        "path": (cell.plan.path for cell in cells if cell.plan),
+        "target": (cell.target for cell in cells), "toolchain": (cell.toolchain for cell in cells),
+        "op": (cell.problem.op for cell in cells), "path": (cell.plan.path for cell in cells if cell.plan),
         "quirk": sorted({note.id for cell in cells for note in cell.footnotes}),
-    }
+    }  # fmt: skip
     found = {name: [(value, value) for value in dict.fromkeys(values)] for name, values in plain.items()}
     chips = _chips()
     found["target"] = [

@@ -91,8 +91,7 @@ def flash_attn(pages: str, page: int, with_lse: bool = False, asked: list[Any] |
         deterministic=False,
     ):  # fmt: skip
         told(deterministic)
-        assert max_q == int(cu_q.diff().max())
-        assert max_k == int(cu_k.diff().max())
+        assert (max_q, max_k) == (int(cu_q.diff().max()), int(cu_k.diff().max()))
         how = softmax_scale, causal, window_size
         if block_table is None:
             return answer(packed(q, k, v, cu_q, cu_k, *how))

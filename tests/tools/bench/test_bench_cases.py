@@ -20,12 +20,10 @@ def small(**fields):
 @pytest.mark.parametrize(
     ("fields", "pairs"),
     [
-        ({}, 2 * 4 * 6),
-        ({"causal": "bottom_right"}, 2 * (3 + 4 + 5 + 6)),
+        ({}, 2 * 4 * 6), ({"causal": "bottom_right"}, 2 * (3 + 4 + 5 + 6)),
         ({"causal": "top_left"}, 2 * (1 + 2 + 3 + 4)),
         # Query i stands at i + 2 among the keys.
-        ({"window": (1, 0)}, 2 * (2 + 2 + 2 + 2)),
-        ({"window": (1, 1)}, 2 * (3 + 3 + 3 + 2)),
+        ({"window": (1, 0)}, 2 * (2 + 2 + 2 + 2)), ({"window": (1, 1)}, 2 * (3 + 3 + 3 + 2)),
         ({"window": (None, 1)}, 2 * (4 + 5 + 6 + 6)),
         ({"window": (3, 2), "causal": "bottom_right"}, 2 * (3 + 4 + 4 + 4)),
         ({"lengths_q": (4, 2), "lengths_k": (6, 3)}, 4 * 6 + 2 * 3),
@@ -33,7 +31,7 @@ def small(**fields):
         ({"lengths_q": (3, 1), "lengths_k": (1, 6), "causal": "bottom_right"}, 1 + 6),
         ({"op": "sparse_attention", "seq_q": 1, "tokens": 5}, 2 * 5),
     ],
-)
+)  # fmt: skip
 def test_flops_count_what_is_attended(fields, pairs):
     assert small(**fields).flops() == 2 * 6 * pairs * (8 + 8)
 

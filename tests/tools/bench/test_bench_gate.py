@@ -56,8 +56,7 @@ def test_the_wrong_are_refused(case):
         "right": lambda: right,
     }  # fmt: skip
     admitted = gate.admit(case, tensors, builds)
-    assert list(admitted.contenders) == ["right"]
-    assert admitted.refused["failing"] == "no kernel here"
+    assert (list(admitted.contenders), admitted.refused["failing"]) == (["right"], "no kernel here")
     assert "over the budget" in admitted.refused["off by one value"]
     assert admitted.refused["NaN"] == "not finite somewhere: not timed"
     assert admitted.refused["of another shape"].startswith("returns (")
@@ -82,8 +81,7 @@ def test_every_page_has_one_owner(name):
     owned = [
         page for row, keys in zip(table.tolist(), case.keys, strict=True) for page in row[: -(-keys // case.page_size)]
     ]
-    assert sorted(owned) == list(range(len(owned)))
-    assert len(owned) == Tensors.random(case, CPU).k.shape[0]
+    assert (sorted(owned), len(owned)) == (list(range(len(owned))), Tensors.random(case, CPU).k.shape[0])
 
 
 def test_chosen_tokens_differ_and_exist():

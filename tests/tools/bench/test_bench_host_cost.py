@@ -41,8 +41,7 @@ def test_lengths_of_the_sequences(large: list[Any]) -> None:
         assert one.needed == count
         before = {one.make(-1 - index)[0].seq_k for index in range(count)}
         timed = [one.make(index)[0].seq_k for index in range(2 * count)]
-        assert len(before) == count
-        assert set(timed) == before
+        assert (len(before), set(timed)) == (count, before)
         assert timed[:count] == timed[count:]
 
 

@@ -102,24 +102,20 @@ def small_pages(peer: Peer) -> Peer:
 # Package by package: what is installed in its place, its adapter, and the contenders that it must have for some case.
 PACKAGES = {
     "flash_attn": (
-        {"flash_attn": peer_packages.flash_attn("block_table", 1)},
-        small_pages(PEERS["flash_attn"]),
-        {"flash_attn"},
+        {"flash_attn": peer_packages.flash_attn("block_table", 1)}, small_pages(PEERS["flash_attn"]), {"flash_attn"},
     ),
     "flash_attn_interface": (
         {"flash_attn_interface": peer_packages.flash_attn("page_table", 1, with_lse=True)},
-        PEERS["flash_attn_interface"],
-        {"fa3/interface"},
+        PEERS["flash_attn_interface"], {"fa3/interface"},
     ),
     "flashinfer": (
-        peer_packages.flashinfer(),
-        PEERS["flashinfer"],
+        peer_packages.flashinfer(), PEERS["flashinfer"],
         {"flashinfer", "flashinfer/prefill", "flashinfer/decode", "flashinfer/decode, tensor cores"},
     ),
     "xformers": (peer_packages.xformers(), PEERS["xformers"], {"xformers"}),
     "flag_gems": (peer_packages.flag_gems(), PEERS["flag_gems"], {"flag_gems"}),
     "sageattention": (peer_packages.sageattention(), PEERS["sage"], {"sage"}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PACKAGES)

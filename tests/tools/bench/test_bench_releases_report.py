@@ -96,10 +96,8 @@ def test_markdown_and_csv(tmp_path):
 @pytest.mark.parametrize(
     ("document", "problem"),
     [
-        (b'{"schema": 1, "rel', "truncated"),
-        (b"\xff\xfe", "no comparison of releases"),
-        (b"[" * 100_000, "no comparison of releases"),
-        (b"[]", "Expected `object`, got `array`"),
+        (b'{"schema": 1, "rel', "truncated"), (b"\xff\xfe", "no comparison of releases"),
+        (b"[" * 100_000, "no comparison of releases"), (b"[]", "Expected `object`, got `array`"),
         (changed(schema=2), "schema version 2; this portattn reads version 1"),
         *((changed(**{name: ...}), f"missing required field `{name}`") for name in ("schema", "sets", "cases")),
         (changed(first_calls=...), "missing required field `first_calls`"),

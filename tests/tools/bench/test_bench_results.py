@@ -72,9 +72,7 @@ def test_a_case_is_gated_and_timed():
     ours = row.figures("portattn")
     assert ours.rounds_ms == (0.5, 0.5, 0.5)
     assert ours.graph_ms == (0.5,) * run.GRAPH_ROUNDS
-    assert ours.host_us.median == 5.0
-    assert ours.extra_bytes == 64
-    assert ours.path == "sdpa"
+    assert (ours.host_us.median, ours.extra_bytes, ours.path) == (5.0, 64, "sdpa")
     assert {timing for _, timing, _ in clock.turns} == {"do_bench"}
     assert row.plan[0].startswith("paged_attention")
     assert not row.failed

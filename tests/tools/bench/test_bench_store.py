@@ -154,8 +154,7 @@ def test_parts_become_one(tmp_path: Path) -> None:
         (PAGED[0].name, 0), (PAGED[1].name, 0), (DECODE[0].name, 1), (PAGED[3].name, 2)
     ]  # fmt: skip
     assert [(call.case, call.run) for call in whole.first_calls] == [("first paged", 1)]
-    assert len(whole.runs) == 3
-    assert whole.left == [("paged", PAGED[2].name)]
+    assert (len(whole.runs), whole.left) == (3, [("paged", PAGED[2].name)])
     assert json.loads(done.stdout)["written"] == [
         str(tmp_path / "whole" / name) for name in ("bench.json", "bench.csv")
     ]

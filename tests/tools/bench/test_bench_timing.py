@@ -181,14 +181,10 @@ def test_who_is_far_behind_takes_part_in_one_round_that_counts():
 @pytest.mark.parametrize(
     ("kind", "ms", "count"),
     [
-        ("hot", 1.0, 12),
-        ("hot", 1e-3, 50),
-        ("hot", 400.0, 1),
-        ("cold", 0.5, 12),
-        ("cold", 0.0, 20),
+        ("hot", 1.0, 12), ("hot", 1e-3, 50), ("hot", 400.0, 1), ("cold", 0.5, 12), ("cold", 0.0, 20),
         ("do_bench", 1e-3, 1),
     ],
-)
+)  # fmt: skip
 def test_calls_of_a_turn(kind, ms, count):
     assert rounds.calls(kind, ms) == count
 
@@ -199,8 +195,7 @@ def test_who_fails_drops_out_alone():
 
     found = contenders("a", "b") | {"bad": Contender(fails)}
     turns = rounds.interleaved(found, FakeClock(), "hot", 2)
-    assert turns.failed == {"bad": "no more"}
-    assert set(turns.ms) == {"a", "b"}
+    assert (turns.failed, set(turns.ms)) == ({"bad": "no more"}, {"a", "b"})
     clock = FakeClock()
     clock.gone = "an illegal address"
     with pytest.raises(DeviceLost, match="bad: no more; the device is lost to this process: an illegal address"):

@@ -184,5 +184,4 @@ def test_time_is_shared(monkeypatch):
     now[0] = 104.0
     assert next(shares) == ("b", 117.0)
     now[0] = 131.0
-    assert list(shares) == []
-    assert how.left == ["c"]
+    assert (list(shares), how.left) == ([], ["c"])

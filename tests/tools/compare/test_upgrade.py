@@ -63,15 +63,13 @@ def test_strict_is_green_where_nothing_is_less_sure(portattn) -> None:
     [
         ((), ">=3.4", False),  # stays, unprobed with both
         (("triton==3.6.0",), ">=3.4", True),  # stays: looked at with the old one alone
-        (("triton==3.6.0", "triton==3.9.0"), ">=3.4", False),
-        (("triton==3.9.0",), ">=3.4", False),
+        (("triton==3.6.0", "triton==3.9.0"), ">=3.4", False), (("triton==3.9.0",), ">=3.4", False),
         ((), ">=3.8,<3.10", True),  # newly applies
         (("triton==3.9.0",), ">=3.8,<3.10", False),
         ((), "<3.8", True),  # falls away
-        (("triton==3.6.0",), "<3.8", True),
-        (("triton==3.9.0",), "<3.8", False),
+        (("triton==3.6.0",), "<3.8", True), (("triton==3.9.0",), "<3.8", False),
     ],
-)
+)  # fmt: skip
 def test_strict_is_red_for_an_entry_that_is_less_sure(tmp_path, portattn, monkeypatch, probed, range_, red) -> None:
     path = quirk_files.plant(tmp_path, "rocm-0906-one", "launch = { num_warps = 2 }", when=when(range_), evidence=OPEN)
     for toolchain in probed:

@@ -10,17 +10,13 @@ from pathlib import Path
 import pytest
 
 TRITON = {
-    "triton/__init__.py": "__version__ = '{version}'\n",
-    "triton/backends/__init__.py": "backends = {{}}\n",
-    "triton/backends/compiler.py": "class GPUTarget: pass\n",
-    "triton/compiler/__init__.py": "class ASTSource: pass\n",
+    "triton/__init__.py": "__version__ = '{version}'\n", "triton/backends/__init__.py": "backends = {{}}\n",
+    "triton/backends/compiler.py": "class GPUTarget: pass\n", "triton/compiler/__init__.py": "class ASTSource: pass\n",
     "triton/_C/libtriton.so": "code " * 100,
     # What no compile reads.
-    "triton/_C/libproton.so": "profiler " * 1000,
-    "triton/backends/nvidia/lib/cupti/libcupti.so": "profiler " * 1000,
-    "triton/backends/nvidia/lib/static.a": "archive " * 1000,
-    "triton/instrumentation/libPrint.so": "plug-in " * 1000,
-}
+    "triton/_C/libproton.so": "profiler " * 1000, "triton/backends/nvidia/lib/cupti/libcupti.so": "profiler " * 1000,
+    "triton/backends/nvidia/lib/static.a": "archive " * 1000, "triton/instrumentation/libPrint.so": "plug-in " * 1000,
+}  # fmt: skip
 
 
 @pytest.fixture

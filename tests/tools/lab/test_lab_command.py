@@ -22,9 +22,8 @@ def test_list_create_remove(portattn, publish) -> None:
     assert (row["toolchain"], row["state"], row["bytes"]) == ("triton==9.1.0", "made", made["bytes"])
     (folders.folder_of("triton==9.1.0") / folders.MARKER).unlink()
     text = portattn("lab", "list").out
-    assert "broken" in text
-    assert "environment.json is missing" in text
-    assert "0 environments, 0 MB" in text
+    for part in ("broken", "environment.json is missing", "0 environments, 0 MB"):
+        assert part in text
 
     assert portattn("lab", "remove", "triton==9.1.0", "--json").json["removed"][0]["bytes"] > 500
     assert "there is no lab environment to remove" in portattn("lab", "remove", "triton==9.1.0", exits=2).err

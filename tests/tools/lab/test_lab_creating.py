@@ -41,8 +41,7 @@ def test_from_nothing_to_an_environment_and_back(publish, tmp_path: Path, monkey
     assert made == lab.find(NAME) == lab.need(NAME)
     assert made in lab.environments()
     assert (made.toolchain, made.created, made.tools) == (NAME, datetime.date.today(), {})
-    assert made.python_version == sys.version.split()[0]
-    assert made.versions["triton"] == "9.1.0"
+    assert (made.python_version, made.versions["triton"]) == (sys.version.split()[0], "9.1.0")
     assert any("Successfully installed triton-9.1.0" in line for line in said)
     assert not (tmp_path / "elsewhere").exists()
     assert left() == ["triton-9.1.0"]

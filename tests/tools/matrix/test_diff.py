@@ -103,8 +103,7 @@ def test_the_reason_of_a_variant_that_is_not_taken_is_the_cause(cell, seen):
 
 def test_a_cell_that_is_gone_is_lost_and_says_what_it_was(rocm, cell, seen):
     change = only(compare(seen([rocm(), cell()]), seen([cell()])))
-    assert change.kinds == ("gone",)
-    assert change.told["gone"] == "the cell is gone; it was emulated, path triton"
+    assert (change.kinds, change.told["gone"]) == (("gone",), "the cell is gone; it was emulated, path triton")
     assert str(change.causes[0]) == "the new run has no target rocm:gfx942"
     change = only(compare(seen([rocm(), cell()]), seen([cell()], missing=1)))
     assert "interrupted" in str(change.causes[0])
@@ -173,8 +172,7 @@ def test_levels_in_order(cell):
         known(level="emulated"), known(level="runs", label="sm_80 code on sm_90"), known(level="runs"),
         known(level="measured"),
     ]  # fmt: skip
-    assert order == sorted(order)
-    assert len(set(order)) == len(order)
+    assert (order, len(set(order))) == (sorted(order), len(order))
     assert known(level="declared") == known(status="NOTE", level="declared")
 
 

@@ -39,22 +39,18 @@ def kinds(outcome):
 def test_a_failure_for_its_reason_is_expected(tmp_path, failing, cell):
     (entry,) = listed = entries(tmp_path)
     outcome = judge([failing, cell(target="rocm:gfx942")], listed, TODAY)
-    assert outcome.explained == {failing.id: entry}
-    assert outcome.complaints == ()
-    assert entry.line == 1
+    assert (outcome.explained, outcome.complaints, entry.line) == ({failing.id: entry}, (), 1)
 
 
 @pytest.mark.parametrize(
     ("changes", "kind"),
     [
-        ({"reason": "another"}, "other_reason"),
-        ({"status": "PASS", "reason": ""}, "unexpected_pass"),
-        ({"status": "NOTE", "reason": "spills"}, "unexpected_pass"),
-        ({"status": "CRASH"}, None),
+        ({"reason": "another"}, "other_reason"), ({"status": "PASS", "reason": ""}, "unexpected_pass"),
+        ({"status": "NOTE", "reason": "spills"}, "unexpected_pass"), ({"status": "CRASH"}, None),
         ({"status": "NOT_RUN", "reason": "nobody looked"}, None),
         ({"reason": "failed", "log": "refused: a layout"}, None),
     ],
-)
+)  # fmt: skip
 def test_anything_else_is_red(tmp_path, cell, changes, kind):
     made = cell(**({"status": "ERROR", "level": "declared", "reason": "refused: no layout"} | changes))
     outcome = judge([made], entries(tmp_path), TODAY)
@@ -64,11 +60,12 @@ def test_anything_else_is_red(tmp_path, cell, changes, kind):
         assert "line 1, kernels: Triton refuses the layout" in outcome.complaints[0][2]
 
 
-def test_past_its_day_it_is_red(tmp_path, failing, cell):
-    outcome = judge([failing], entries(tmp_path), TODAY + datetime.timedelta(days=1))
-    assert kinds(outcome) == ["expired"]
+def test_past_its_day_it_is_red_and_about_no_cell_it_is_idle(tmp_path, failing, cell):
+    outcome = judge([failing], listed := entries(tmp_path), TODAY + datetime.timedelta(days=1))
+    assert (kinds(outcome), outcome.explained) == (["expired"], {})
     assert "until 2026-12-31" in outcome.complaints[0][2]
-    assert outcome.explained == {}
+    outcome = judge([cell(named=decode("GQA", dtype="bf16", head_dim=128))], listed, TODAY)
+    assert (outcome.idle, outcome.complaints) == (listed, ())
 
 
 def test_a_status_of_its_own(tmp_path, cell):
@@ -81,14 +78,7 @@ def test_a_status_of_its_own(tmp_path, cell):
 def test_what_one_entry_explains_another_need_not(tmp_path, failing):
     second = ENTRY.replace("refused: .* layout", "something else")
     outcome = judge([failing], entries(tmp_path, second + ENTRY), TODAY)
-    assert outcome.complaints == ()
-    assert outcome.explained[failing.id].signature == "refused: .* layout"
-
-
-def test_an_entry_about_no_cell_is_idle(tmp_path, cell):
-    listed = entries(tmp_path)
-    outcome = judge([cell(named=decode("GQA", dtype="bf16", head_dim=128))], listed, TODAY)
-    assert (outcome.idle, outcome.complaints) == (listed, ())
+    assert (outcome.complaints, outcome.explained[failing.id].signature) == ((), "refused: .* layout")
 
 
 @pytest.mark.parametrize(
@@ -100,22 +90,17 @@ def test_an_entry_about_no_cell_is_idle(tmp_path, cell):
         ('"kernels"', '" "', r"expected.toml:7: key 'owner': is empty"),
         ("refused: .* layout", "refused: (", r"expected.toml:5: key 'signature': not a regular expression"),
         ("refused: .* layout", ".*", r"expected.toml:5: key 'signature': matches every failure"),
-        ("reason ", "raeson ", "unknown key `raeson`"),
-        ("[[expected]]", "[[expcted]]", "unknown key `expcted`"),
-        ("[[expected]]", "[[expected", r"expected.toml:1: not TOML"),
-        ("expires ", "line = 3\nexpires ", "unknown key"),
+        ("reason ", "raeson ", "unknown key `raeson`"), ("[[expected]]", "[[expcted]]", "unknown key `expcted`"),
+        ("[[expected]]", "[[expected", r"expected.toml:1: not TOML"), ("expires ", "line = 3\nexpires ", "unknown key"),
     ],
-)
+)  # fmt: skip
 def test_a_list_outside_its_schema_is_refused_with_its_line(tmp_path, old, new, complaint):
     assert old in ENTRY
     with pytest.raises(DataError, match=complaint):
         entries(tmp_path, ENTRY.replace(old, new, 1))
 
 
-def test_a_list_that_is_not_there_is_an_error(tmp_path):
+def test_an_empty_list_expects_nothing_and_one_that_is_not_there_is_an_error(tmp_path):
+    assert entries(tmp_path, "") == ()
     with pytest.raises(DataError, match="cannot be read"):
         read(tmp_path / "no.toml")
-
-
-def test_an_empty_list_expects_nothing(tmp_path):
-    assert entries(tmp_path, "") == ()

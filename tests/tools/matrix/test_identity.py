@@ -72,11 +72,9 @@ def test_code_is_counted_where_a_cell_depends_on_it() -> None:
 @pytest.mark.parametrize(
     ("change", "cells"),
     [
-        ({"digests": {"quirks/rocm": "x"}}, {"rocm:gfx942"}),
-        ({"digests": {"tuning/cuda": "x"}}, {"cuda:sm_90"}),
+        ({"digests": {"quirks/rocm": "x"}}, {"rocm:gfx942"}), ({"digests": {"tuning/cuda": "x"}}, {"cuda:sm_90"}),
         ({"digests": {"quirks/any": "x"}}, {"cuda:sm_90", "rocm:gfx942"}),
-        ({"digests": {"code": "x"}}, {"cuda:sm_90", "rocm:gfx942"}),
-        ({"digests": {"quirks/ascend": "x"}}, set()),
+        ({"digests": {"code": "x"}}, {"cuda:sm_90", "rocm:gfx942"}), ({"digests": {"quirks/ascend": "x"}}, set()),
         ({"executors": {"rocm:gfx942 emulated": provenance.LEFT_OUT}}, {"rocm:gfx942"}),
         ({"executors": {"any interpreter": "numpy is too new"}}, {"cuda:sm_90", "rocm:gfx942"}),
         ({"versions": {"torch": "9"}}, {"cuda:sm_90", "rocm:gfx942"}),
@@ -97,8 +95,7 @@ def test_a_device_counts_for_its_own_backend(made: Identity) -> None:
     other = msgspec.structs.replace(made, host=msgspec.structs.replace(made.host, devices=(device,)))
     was, now = keys(made), keys(other)
     assert was["cuda:sm_90"] != now["cuda:sm_90"]
-    assert was["rocm:gfx942"] == now["rocm:gfx942"]
-    assert str(other.host) == "NVIDIA H200 (driver 570.1)"
+    assert (was["rocm:gfx942"], str(other.host)) == (now["rocm:gfx942"], "NVIDIA H200 (driver 570.1)")
 
 
 def test_components_of_a_toolchain_count(made: Identity) -> None:

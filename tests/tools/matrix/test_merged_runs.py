@@ -55,8 +55,7 @@ def test_the_higher_evidence_stands_and_the_other_is_kept(run_of, cell):
 def test_a_red_cell_is_not_taken_back_by_another_machine(run_of, cell):
     red = run_of([cell(status="FAIL", level="declared", reason="wrong", key="a")], host="chip")
     made = merged(run_of([cell(level="emulated", key="b")], host="laptop"), red)
-    assert made.cells[0].status == "FAIL"
-    assert made.cells[0].others[0].level == "emulated"
+    assert (made.cells[0].status, made.cells[0].others[0].level) == ("FAIL", "emulated")
 
 
 def test_different_results_under_the_same_conditions_are_a_conflict(run_of, cell):
@@ -64,8 +63,7 @@ def test_different_results_under_the_same_conditions_are_a_conflict(run_of, cell
     made = merged(one, run_of([cell(key="same", status="NOTE", level="declared", reason="spills")], host="b"))
     (conflict,) = made.conflicts
     expected = "emulated, path triton on a (Linux x86_64), but NOTE, path triton on b (Linux x86_64)"
-    assert conflict.text == f"{expected}, under the same conditions"
-    assert made.cells[0].conflict == conflict.text
+    assert (conflict.text, made.cells[0].conflict) == (f"{expected}, under the same conditions", conflict.text)
     assert merged(one, run_of([cell(key="other", status="NOTE", level="declared")], host="b")).conflicts == ()
     assert merged(one, run_of([cell(key="same", level="emulated", seconds=9.0)], host="b")).conflicts == ()
 
@@ -93,15 +91,13 @@ def test_a_conflict_stays_one_when_its_run_is_merged_again(run_of, cell):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"label": "sm_80 code on sm_90"},
-        {"interpreter": Numerics(outcome="fail", where="interpreter")},
+        {"label": "sm_80 code on sm_90"}, {"interpreter": Numerics(outcome="fail", where="interpreter")},
         {"kernels": (KernelFacts(function="dense_forward", facts={"spills": 8}),)},
-        {"plan": PlanSummary(path="gluon_forward", core_taken=False, schedule={"x": 1})},
-        {"level": "emulated"},
+        {"plan": PlanSummary(path="gluon_forward", core_taken=False, schedule={"x": 1})}, {"level": "emulated"},
         {"status": "NOTE"},
     ],
     ids=lambda changes: next(iter(changes)),
-)
+)  # fmt: skip
 def test_whatever_of_a_result_is_not_its_time_must_be_the_same(run_of, cell, changes):
     same = {"key": "same", "level": "runs", "kernels": (KernelFacts(function="dense_forward", facts={"spills": 0}),)}
     one = run_of([cell(**same)], host="a")

@@ -1,5 +1,6 @@
 """results.jsonl: whole lines only, whatever interrupts; strict about its schema; nothing of an earlier run is lost."""
 
+import contextlib
 import datetime
 import errno
 import os
@@ -23,12 +24,19 @@ def cells(cell):
     return [cell(target=target, index=index) for index, target in enumerate(TARGETS)]
 
 
+@contextlib.contextmanager
+def filled(folder, made, cells):
+    """Open a run's results, begun and with these cells appended."""
+    with Results(folder) as file:
+        file.start(made)
+        for cell in cells:
+            file.append(cell)
+        yield file
+
+
 def test_cells_come_back_as_they_were_and_in_order(tmp_path, cells, run):
     one = run(cells)  # made once: a Run says the second at which it was made
-    with Results(tmp_path) as file:
-        file.start(one)
-        for cell in reversed(cells):
-            file.append(cell)
+    with filled(tmp_path, one, reversed(cells)) as file:
         assert read(file.path) == (one, cells)
         file.finish(one, list(reversed(cells)))
     lines = (tmp_path / NAME).read_bytes().splitlines()
@@ -36,10 +44,7 @@ def test_cells_come_back_as_they_were_and_in_order(tmp_path, cells, run):
 
 
 def test_a_cut_off_last_line_is_left_out_and_resuming_drops_it(tmp_path, cells, run):
-    with Results(tmp_path) as file:
-        file.start(run(cells))
-        for cell in cells[:2]:
-            file.append(cell)
+    with filled(tmp_path, run(cells), cells[:2]) as file:
         whole = file.path.read_bytes()
         file.path.write_bytes(whole + msgspec.json.encode(cells[2])[:-40])
         assert read(file.path)[1] == cells[:2]
@@ -51,9 +56,7 @@ def test_a_cut_off_last_line_is_left_out_and_resuming_drops_it(tmp_path, cells, 
 
 def test_a_full_disk_is_said_and_costs_one_cell_at_most(tmp_path, cells, run, monkeypatch):
     real = os.write
-    with Results(tmp_path) as file:
-        file.start(run(cells))
-        file.append(cells[0])
+    with filled(tmp_path, run(cells), cells[:1]) as file:
         monkeypatch.setattr(os, "write", lambda handle, data: real(handle, data[:30]))
         with pytest.raises(DataError, match="free space"):
             file.append(cells[1])
@@ -66,8 +69,7 @@ def test_a_failing_write_leaves_the_old_file(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("planted")))
     with pytest.raises(OSError, match="planted"):
         write_whole(path, b"new")
-    assert path.read_bytes() == b"old"
-    assert os.listdir(tmp_path) == ["page"]
+    assert (path.read_bytes(), os.listdir(tmp_path)) == (b"old", ["page"])
 
 
 @pytest.mark.parametrize("version", [0, SCHEMA + 1])
@@ -79,20 +81,16 @@ def test_another_schema_version_is_refused_with_file_and_line(tmp_path, cells, r
         read(path)
 
 
-def test_a_line_outside_the_schema_is_refused(tmp_path, cells, run):
-    path = tmp_path / NAME
-    line = msgspec.json.encode(msgspec.to_builtins(cells[0]) | {"colour": "red"})
-    path.write_bytes(msgspec.json.encode(run(cells)) + b"\n" + line + b"\n")
+def test_what_is_no_results_file_is_refused(tmp_path, cells, run):
+    path, cell = tmp_path / NAME, msgspec.json.encode(cells[0])
+    with pytest.raises(DataError, match="cannot be read"):
+        read(path)
+    path.write_bytes(cell + b"\n")
+    with pytest.raises(DataError, match="where the cells come from"):
+        read(path)
+    path.write_bytes(msgspec.json.encode(run(cells)) + b"\n" + cell[:-1] + b',"colour":"red"}\n')
     with pytest.raises(DataError, match=r":2: .*colour"):
         read(path)
-
-
-def test_what_is_no_results_file_is_refused(tmp_path, cells):
-    with pytest.raises(DataError, match="cannot be read"):
-        read(tmp_path / NAME)
-    (tmp_path / NAME).write_bytes(msgspec.json.encode(cells[0]) + b"\n")
-    with pytest.raises(DataError, match="where the cells come from"):
-        read(tmp_path / NAME)
 
 
 def test_starting_again_keeps_the_earlier_results(tmp_path, cells, run):
@@ -101,8 +99,7 @@ def test_starting_again_keeps_the_earlier_results(tmp_path, cells, run):
         with Results(tmp_path) as file:
             kept.append(file.start(run(cells)))
             file.append(cells[0])
-    assert kept[0] is None
-    assert len({*kept[1:]}) == 2
+    assert (kept[0], len({*kept[1:]})) == (None, 2)
     for path in kept[1:]:
         assert read(path)[1] == cells[:1]
 
@@ -127,20 +124,14 @@ def test_a_stale_cell_is_made_again_and_the_file_as_it_was_is_kept(tmp_path, cel
     made = run(cells)
     cells = keyed(cells, made)
     keys = {cell.id: cell.key for cell in cells}
-    with Results(tmp_path) as file:
-        file.start(made)
-        for cell in cells:
-            file.append(cell)
+    with filled(tmp_path, made, cells) as file:
         before = file.path.read_bytes()
         same = file.resume(made, keys)
-        assert (same.cells, same.stale, same.copy) == (cells, [], None)
-        assert file.path.read_bytes() == before
+        assert (same.cells, same.stale, same.copy, file.path.read_bytes()) == (cells, [], None, before)
         other = msgspec.structs.replace(made.identity, id="another", digests={"quirks/rocm": "another"})
         now = msgspec.structs.replace(made, identities=(other,))
         resumed = file.resume(now, keys | {cells[2].id: "another key"})
-        assert resumed.cells == cells[:2]
-        assert resumed.stale == cells[2:]
-        assert resumed.copy.read_bytes() == before
+        assert (resumed.cells, resumed.stale, resumed.copy.read_bytes()) == (cells[:2], cells[2:], before)
         assert [one.id for one in resumed.run.identities] == ["another", made.identity.id], "whose cells are kept, too"
         assert read(file.path) == (resumed.run, cells[:2])
 
@@ -151,10 +142,7 @@ def test_a_cell_that_ran_out_of_time_is_made_again_with_another_limit(tmp_path, 
     cells[1] = msgspec.structs.replace(cells[1], status="TIMEOUT", level="declared")
     keys = {cell.id: cell.key for cell in cells}
     longer = msgspec.structs.replace(made.identity, id="longer", seconds=600.0)
-    with Results(tmp_path) as file:
-        file.start(made)
-        for cell in cells:
-            file.append(cell)
+    with filled(tmp_path, made, cells) as file:
         assert file.resume(made, keys).stale == []
         assert file.resume(msgspec.structs.replace(made, identities=(longer,)), keys).stale == [cells[1]]
 
@@ -167,9 +155,7 @@ def test_a_disk_that_takes_nothing_is_one_error_that_names_the_file(tmp_path, ce
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with Results(tmp_path) as file:
-        file.start(made)
-        file.append(cells[0])
+    with filled(tmp_path, made, cells[:1]) as file:
         before = file.path.read_bytes()
         monkeypatch.setattr(os, "write" if name == "append" else "fsync", full)
         act = {
@@ -184,14 +170,11 @@ def test_a_disk_that_takes_nothing_is_one_error_that_names_the_file(tmp_path, ce
     assert not list(tmp_path.glob("*.part"))
 
 
-def test_two_runs_do_not_share_a_folder(tmp_path):
+def test_two_runs_do_not_share_a_folder_and_one_that_cannot_be_made_is_an_error_about_out(tmp_path):
     with Results(tmp_path), pytest.raises(ArgumentError, match="another run is writing there"):
         Results(tmp_path)
     with Results(tmp_path):
         pass  # free again once the first is done
-
-
-def test_a_folder_that_cannot_be_made_is_an_error_about_out(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ArgumentError, match="--out"):
         Results(tmp_path / "file" / "folder")
@@ -206,14 +189,9 @@ def lines(run_of, cell):
     return [made, *cells]
 
 
-@pytest.fixture
-def written(tmp_path):
-
-    def write(records):
-        (tmp_path / NAME).write_bytes(b"".join(map(encode_record, records)))
-        return tmp_path / NAME
-
-    return write
+def written(folder, records):
+    (folder / NAME).write_bytes(b"".join(map(encode_record, records)))
+    return folder / NAME
 
 
 replace = msgspec.structs.replace
@@ -251,12 +229,11 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("change", "line", "said"), REFUSED.values(), ids=REFUSED)
-def test_what_no_run_writes_is_refused(written, lines, change, line, said):
-    assert len(read(written(lines))[1]) == 2
+def test_what_no_run_writes_is_refused(tmp_path, lines, change, line, said):
+    assert len(read(written(tmp_path, lines))[1]) == 2
     with pytest.raises(DataError) as caught:
-        read(written(change(*lines)))
-    assert caught.value.line == line
-    assert said in str(caught.value)
+        read(written(tmp_path, change(*lines)))
+    assert (caught.value.line, said in str(caught.value)) == (line, True)
 
 
 def test_a_baseline_whose_date_has_no_zone_is_refused(tmp_path, lines):

@@ -97,8 +97,7 @@ def test_a_variant_s_cell_is_red_by_either_kernel(monkeypatch, planted, small, r
     monkeypatch.setattr("portattn.testing.findings.compile_in", compile_in)
     cell = variant_cell(planted, small)
     assert (cell.status, cell.level) == (("ERROR", "declared") if refused else ("PASS", "compiles"))
-    assert cell.reason == reason
-    assert cell.plan.path == "gluon_forward"
+    assert (cell.reason, cell.plan.path) == (reason, "gluon_forward")
 
 
 @pytest.mark.usefixtures("no_interpreter")
@@ -150,8 +149,7 @@ def test_a_toolchain_that_is_not_here_is_planned_only(planted, small):
     (cell,) = found.values()
     assert (cell.status, cell.level, cell.toolchain) == ("NOT_RUN", "declared", "triton==3.3.0")
     hint = "its lab environment is not there; `portattn lab create triton==3.3.0` makes it"
-    assert cell.reason == f"not compiled here: triton==3.3.0: {hint}"
-    assert cell.plan.kernel == "dense_forward"
+    assert (cell.reason, cell.plan.kernel) == (f"not compiled here: triton==3.3.0: {hint}", "dense_forward")
     found = cells_of(select.specs(small[:1], select.targets(["sm_90"], named[1:], None)), pythons={HERE: planted})
     (cell,) = found.values()
     if cell.plan.kernel:  # the lab cannot make this one

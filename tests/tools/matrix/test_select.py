@@ -16,25 +16,16 @@ from portattn.tools.matrix.problems import SETS, full, quick
 ASCEND = Toolchain.parse("triton-ascend==3.1.0")
 
 
-@pytest.mark.parametrize("which", SETS)
-def test_problems_have_names_of_their_own(which):
-    names = [named.name for named in SETS[which]()]
-    problems = [named.problem for named in SETS[which]()]
-    assert len(set(names)) == len(names)
-    assert len(set(problems)) == len(problems)
-
-
 def test_the_full_set_covers_what_it_says():
-    dense = [n.problem for n in full() if n.problem.op == "attention"]
-    assert {(p.dtype, p.head_dim, p.causal) for p in dense} >= {
+    found = [named.problem for named in full()]
+    assert {(p.dtype, p.head_dim, p.causal) for p in found if p.op == "attention"} >= {
         (dtype, dim, causal) for dtype in ("fp16", "bf16", "fp32") for dim in (32, 64, 80, 96, 128, 192, 256)
         for causal in ("none", "bottom_right", "top_left")
     }  # fmt: skip
-
-
-@pytest.mark.parametrize("which", SETS)
-def test_every_op_is_in_every_set(which):
-    assert list(dict.fromkeys(named.problem.op for named in SETS[which]())) == list(OPS)
+    assert {p.page_size for p in found if p.op == "paged_attention"} == {1, 16, 48, 64, 128, 256}
+    latent = {(p.head_dim, p.head_dim_v) for p in found if p.op == "mla_attention"}
+    assert latent == {(576, 512), (288, 256), (512, 512)}
+    assert {p.seq_q for p in found if p.op == "mla_attention"} >= {1, 2}
 
 
 NOTHING = (False, None, "none", "bhsd", "phd")  # and 0, which equals False
@@ -50,16 +41,11 @@ def test_the_full_set_asks_each_op_for_everything_it_takes(op):
     assert asked == set(ROWS[op].options) - LEFT_OUT.get(op, set())
 
 
-def test_the_full_set_covers_page_sizes_and_latent_rows():
-    found = [named.problem for named in full()]
-    assert {p.page_size for p in found if p.op == "paged_attention"} == {1, 16, 48, 64, 128, 256}
-    latent = {(p.head_dim, p.head_dim_v) for p in found if p.op == "mla_attention"}
-    assert latent == {(576, 512), (288, 256), (512, 512)}
-    assert {p.seq_q for p in found if p.op == "mla_attention"} >= {1, 2}
-
-
 @pytest.mark.parametrize("which", SETS)
-def test_problems_are_such_as_a_call_can_have(which):
+def test_problems_are_of_every_op_with_names_of_their_own_and_such_as_a_call_can_have(which):
+    names, problems = zip(*((named.name, named.problem) for named in SETS[which]()), strict=True)
+    assert (len(set(names)), len(set(problems))) == (len(names), len(problems))
+    assert list(dict.fromkeys(problem.op for problem in problems)) == list(OPS)
     for named in SETS[which]():
         p = named.problem
         assert p.seqlens_k or not ROWS[p.op].always_lengths, named.name
@@ -73,14 +59,11 @@ def test_problems_are_such_as_a_call_can_have(which):
 @pytest.mark.parametrize(
     ("glob", "expected"),
     [
-        ("rocm:gfx942", {"rocm:gfx942"}),
-        ("gfx9*", {"rocm:gfx90a", "rocm:gfx942", "rocm:gfx950"}),
-        ("cpu", {"cpu:generic"}),
-        ("hopper", {"cuda:sm_90"}),
-        ("cuda:hopper", {"cuda:sm_90"}),
+        ("rocm:gfx942", {"rocm:gfx942"}), ("gfx9*", {"rocm:gfx90a", "rocm:gfx942", "rocm:gfx950"}),
+        ("cpu", {"cpu:generic"}), ("hopper", {"cuda:sm_90"}), ("cuda:hopper", {"cuda:sm_90"}),
         ("rdna4", {"rocm:gfx1200", "rocm:gfx1201"}),
     ],
-)
+)  # fmt: skip
 def test_globs_mean_a_name_a_backend_or_an_arch(glob, expected):
     assert {t.name for t in select.targets([glob], [], None)} == expected
 

@@ -100,15 +100,12 @@ def test_filters_narrow_the_table_and_are_in_the_address(driver, root, made):
 @pytest.mark.parametrize(
     ("query", "targets"),
     [
-        (f"quirk={KNOWN}", {"cuda:sm_90"}),
-        ("status=reference", {"cpu:generic"}),
-        ("status=NOT_RUN", {"ascend:ascend910b2"}),
-        ("status=FAIL", {"rocm:gfx90a"}),
-        ("path=gluon_forward", {"cuda:sm_90"}),
-        ("toolchain=triton-ascend%3D%3D3.2.0", {"ascend:ascend910b2"}),
+        (f"quirk={KNOWN}", {"cuda:sm_90"}), ("status=reference", {"cpu:generic"}),
+        ("status=NOT_RUN", {"ascend:ascend910b2"}), ("status=FAIL", {"rocm:gfx90a"}),
+        ("path=gluon_forward", {"cuda:sm_90"}), ("toolchain=triton-ascend%3D%3D3.2.0", {"ascend:ascend910b2"}),
         ("target=cuda:sm_999", set()),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("width", SCREENS)
 def test_deep_links(driver, made, query, targets, width):
     browsers.sized(driver, width)

@@ -47,13 +47,14 @@ def test_expected_failures_excuse_their_cells_and_their_lost_level(run_of, cells
     changes = compare(seen([cell(target="cuda:sm_80", interpreter=passed)]), seen(cells))
     assert kinds(of_run(made, cells, changes=changes, today=TODAY)) == ["interpreter", "level", "red"]
     verdict = of_run(made, cells, expected=[EXPECTED], changes=changes, today=TODAY)
-    assert kinds(verdict) == []
-    assert list(verdict.expected) == [cells[1].id]
+    assert (kinds(verdict), list(verdict.expected)) == ([], [cells[1].id])
     late = of_run(made, cells, expected=[EXPECTED], changes=changes, today=datetime.date(2026, 12, 1))
     assert kinds(late) == ["expired", "interpreter", "level"]
     # Without a day it is today's: the entry's day is over long before this test is read, or the clock is wrong.
     old = msgspec.structs.replace(EXPECTED, expires=datetime.date(2026, 1, 1))
     assert kinds(of_run(made, cells, expected=[old])) == ["expired"]
+    idle = of_run(made, cells[:1], expected=[EXPECTED], today=TODAY, whole=False)
+    assert (idle.findings, idle.notes) == ((), ("the expected failure at line 1 is about no cell of this run",))
 
 
 def test_expected_failures_excuse_no_path_and_no_figures(run_of, cell, seen):
@@ -72,15 +73,7 @@ def test_expected_failures_excuse_no_path_and_no_figures(run_of, cell, seen):
     assert kinds_of({"plan": core}, {"plan": reference}) == ["core"]
     spills = [(KernelFacts(function="dense_forward", facts={"spills": n}),) for n in (0, 8)]
     figures = {"kernels": spills[0]}, {"kernels": spills[1]}
-    assert kinds_of(*figures) == []
-    assert kinds_of(*figures, fail_on={"facts"}) == ["facts"]
-
-
-def test_an_entry_that_is_idle_is_a_note(run_of, cells):
-    made, cells = run_of(cells)
-    verdict = of_run(made, cells[:1], expected=[EXPECTED], today=TODAY, whole=False)
-    assert verdict.findings == ()
-    assert verdict.notes == ("the expected failure at line 1 is about no cell of this run",)
+    assert (kinds_of(*figures), kinds_of(*figures, fail_on={"facts"})) == ([], ["facts"])
 
 
 def test_losses_are_red_and_other_changes_where_it_is_asked_for(run_of, cell, seen):
@@ -94,12 +87,6 @@ def test_losses_are_red_and_other_changes_where_it_is_asked_for(run_of, cell, se
     (lost,) = (f for f in of_run(made, spilled, changes=compare(seen(cells), seen(spilled))).findings)
     assert lost.text == "compiles → NOTE: 96 bytes spilled"
     assert level.causes == ("nothing that is recorded differs: the same code, data and compilers gave another result",)
-
-
-def test_cells_that_are_missing_are_red_in_a_finished_run(run_of, cell):
-    made, cells = run_of([cell(), cell(target="rocm:gfx942")])
-    assert kinds(of_run(made, cells[:1])) == ["interrupted"]
-    assert kinds(of_run(made, cells[:1], whole=False)) == []
 
 
 def test_words_of_fail_on():
@@ -116,8 +103,10 @@ def test_junit_is_xml_whatever_a_compiler_printed(run_of, cells):
     assert "</a>" in text
 
 
-def test_junit_of_a_run_that_is_not_whole(run_of, cell):
+def test_cells_that_are_missing_are_red_in_a_finished_run(run_of, cell):
     made, cells = run_of([cell(), cell(target="rocm:gfx942")])
+    assert kinds(of_run(made, cells[:1])) == ["interrupted"]
+    assert kinds(of_run(made, cells[:1], whole=False)) == []
     root = ElementTree.fromstring(matrix_verdict.as_junit(made, cells[:1], of_run(made, cells[:1])))
     (case,) = (case for case in root.iter("testcase") if case.get("classname") == matrix_verdict.WHOLE)
     assert "interrupted" in case.find("failure").get("message")

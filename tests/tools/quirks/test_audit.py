@@ -15,6 +15,8 @@ from portattn.tools.quirks.audit import new_location
 from portattn.tools.quirks.failure_log import patterns
 
 TODAY = datetime.date(2026, 11, 21)
+CAP = "launch = {{ num_stages = {} }}"
+OPEN = 'last_seen = "triton==3.6.0"\nreview_by = 2027-06-01'
 
 
 def audited(folder, today=TODAY):
@@ -27,9 +29,11 @@ def test_shipped_registry_is_green():
     assert time.monotonic() - started < 60, "the audit is to take seconds"
 
 
-def test_clean_folder_is_green(tmp_path):
+def test_a_clean_folder_is_green_and_the_same_value_is_no_conflict(tmp_path):
     plant(tmp_path, "cuda-0901-one", "launch = { num_stages = 1 }")
     plant(tmp_path, "any-0901-two", 'lowering = { load = "pointer" }', 'lowering = { load = "block_ptr" }')
+    plant(tmp_path, "rocm-0901-one", CAP.format(1))
+    plant(tmp_path, "rocm-0902-two", CAP.format(1))
     assert audited(tmp_path) == []
 
 
@@ -77,44 +81,35 @@ def test_goes_on_after_a_broken_file(tmp_path):
     plant(tmp_path, "rocm-0903-three", 'note = "x"', title="")
     plant(tmp_path, "rocm-0904-four", 'note = "x')
     plant(tmp_path, "rocm-0905-five", 'note = "x"')
+    path = plant(tmp_path, "cuda-0906-six", 'note = "x"')
+    path.write_text(path.read_text().replace('upstream  = "unreported"\n', ""))
     found = audited(tmp_path)
     assert {f.quirk: f.severity for f in found} == dict.fromkeys(
-        ("cuda-0901-one", "cuda-0902-two", "rocm-0903-three", "rocm-0904-four"), "error"
+        ("cuda-0901-one", "cuda-0902-two", "rocm-0903-three", "rocm-0904-four", "cuda-0906-six"), "error"
     )
     assert all(f.file and f.line for f in found)
     shown = "\n".join(map(str, found))
-    for complaint in ("unknown key `price`", "key 'when.toolchain.trition'", "key 'title': is empty", "not TOML"):
+    for complaint in (
+        "unknown key `price`", "key 'when.toolchain.trition'", "key 'title': is empty", "not TOML",
+        "lacks the key `upstream`",
+    ):  # fmt: skip
         assert complaint in shown
     known, same = audit.load_for_audit(tmp_path)
-    assert list(known.quirks) == ["rocm-0905-five"]
-    assert same == found
+    assert (list(known.quirks), same) == (["rocm-0905-five"], found)
 
 
-def test_missing_evidence(tmp_path):
-    path = plant(tmp_path, "cuda-0901-one", 'note = "x"')
-    path.write_text(path.read_text().replace('upstream  = "unreported"\n', ""))
-    (finding,) = audited(tmp_path)
-    assert "lacks the key `upstream`" in finding.message
-
-
-def test_id_used_twice(tmp_path):
+def test_id_or_number_used_twice(tmp_path):
     first = plant(tmp_path, "cuda-0901-one", 'note = "x"')
     second = tmp_path / "rocm" / first.name
-    second.parent.mkdir()
+    plant(tmp_path, "rocm-0901-three", 'note = "x"')
     second.write_text(first.read_text())
     (finding,) = audited(tmp_path)
-    assert finding.severity == "error"
-    assert finding.file == str(second)
+    assert (finding.severity, finding.file) == ("error", str(second))
     assert f"cuda-0901 is already taken by {first}" in finding.message
-
-
-def test_number_used_twice(tmp_path):
-    plant(tmp_path, "cuda-0901-one", 'note = "x"')
+    second.unlink()
     plant(tmp_path, "cuda-0901-two", 'note = "x"')
-    plant(tmp_path, "rocm-0901-three", 'note = "x"')
     (finding,) = audited(tmp_path)
-    assert finding.quirk == "cuda-0901-two"
-    assert "already taken" in finding.message
+    assert (finding.quirk, "already taken" in finding.message) == ("cuda-0901-two", True)
 
 
 def test_number_of_a_shipped_entry_is_used_once():
@@ -170,18 +165,13 @@ def test_conflict_in_plans(tmp_path):
     assert set(planned) == {frozenset(("cuda-0901-one", "cuda-0902-two"))}
 
 
-CAP = "launch = {{ num_stages = {} }}"
-
-
 @pytest.mark.parametrize(
     ("one", "two", "meets"),
     [
-        ("", "", True),
-        ('launch = { num_stages = ">=4" }', 'launch = { num_stages = ">=3" }', True),
+        ("", "", True), ('launch = { num_stages = ">=4" }', 'launch = { num_stages = ">=3" }', True),
         ('launch = { num_stages = ">=4" }', 'launch = { num_stages = "<=3" }', True),  # 3 is what the first leaves
         ('launch = { num_stages = ">=4" }', "launch = { num_stages = 2 }", False),
-        ('arch = ["gfx942"]', 'arch = ["gfx950"]', False),
-        ('arch = ["gfx9*"]', 'arch = ["gfx950"]', True),
+        ('arch = ["gfx942"]', 'arch = ["gfx950"]', False), ('arch = ["gfx9*"]', 'arch = ["gfx950"]', True),
         ('kernels = ["dense_forward"]', 'kernels = ["decode_split"]', False),
         ('toolchain = { triton = "<3.5" }', 'toolchain = { triton = ">=3.5" }', False),
         ('toolchain = { triton = "<=3.5" }', 'toolchain = { triton = ">=3.5" }', True),
@@ -195,7 +185,7 @@ CAP = "launch = {{ num_stages = {} }}"
         ("launch = { waves_per_eu = 3 }", 'launch = { waves_per_eu = "<3" }', False),
         ("launch = { waves_per_eu = 3 }", "launch = { num_warps = 8 }", True),
     ],
-)
+)  # fmt: skip
 def test_conflict_by_conditions(tmp_path, one, two, meets):
     """Compared without planning, since the tuning that asks for four stages may come later."""
     plant(tmp_path, "rocm-0901-one", CAP.format(3), one)
@@ -213,19 +203,11 @@ def test_a_draft_is_audited_beside_the_registry(tmp_path):
     [found] = [f for f in audit.beside_shipped(tmp_path) if "rocm-0121" in f.message]
     assert found.severity == "error"
     assert "rocm-0991-draft" in found.message
-
-
-def test_a_drafts_number_is_not_one_of_the_registrys(tmp_path):
-    plant(tmp_path, "rocm-0121-another", 'note = "mind"', 'arch = ["gfx942"]')
-    [found] = audit.beside_shipped(tmp_path)
+    # Nor may its number be one of the registry's.
+    plant(tmp_path / "more", "rocm-0121-another", 'note = "mind"', 'arch = ["gfx942"]')
+    [found] = audit.beside_shipped(tmp_path / "more")
     assert found.message.startswith("rocm-0121 is already taken by ")
     assert found.file.endswith("rocm-0121-another.toml")
-
-
-def test_same_value_is_no_conflict(tmp_path):
-    plant(tmp_path, "rocm-0901-one", CAP.format(1))
-    plant(tmp_path, "rocm-0902-two", CAP.format(1))
-    assert audited(tmp_path) == []
 
 
 def test_planned_probe_that_cannot_be_read(tmp_path):
@@ -258,9 +240,6 @@ def test_tombstones(tmp_path):
     assert ["is already taken by" in f.message for f in audited(tmp_path)] == [True]
 
 
-OPEN = 'last_seen = "triton==3.6.0"\nreview_by = 2027-06-01'
-
-
 def errors(tmp_path, signature='"boom"', quotes='["boom"]', more=OPEN, when=""):
     path = plant(tmp_path, "cuda-0901-x", 'note = "x"', when, evidence=more)
     text = path.read_text().replace('signature = "boom"', f"signature = {signature}")
@@ -288,11 +267,7 @@ def test_what_was_seen_is_evidence(tmp_path):
     [
         ('"boom"', "[]", "'boom' is in nothing that was seen"),
         ('"boom|bang"', '["boom"]', "'bang' is in nothing that was seen"),
-        (
-            '"CompilationError|boom"',
-            '["boom", "CompilationError"]',
-            "'CompilationError' is found in what any failure has",
-        ),
+        ('"CompilationError|boom"', '["boom", "CompilationError"]', "'CompilationError' is found in what any failure"),
         ('"failed to legalize"', '["failed to legalize"]', "is found in what any failure has"),
         ('"triton-adapter-opt.*(SIGSEGV|signal 11)"', '["x"]', "is found in what any failure has"),
         ('"PassManager::run failed"', '["PassManager::run failed"]', "is found in what any failure has"),
@@ -325,7 +300,7 @@ def test_a_range_without_evidence(tmp_path, range_, more, complaint):
     assert all(complaint in error for error in found)
 
 
-def test_a_probe_is_evidence():
+def test_a_probe_and_what_the_source_quotes_are_evidence():
     quirk = Registry.load().quirks["rocm-0015-kpack"]
     assert list(audit.lacks(quirk)) == []
     assert {keys for keys, _ in audit.lacks(msgspec.structs.replace(quirk, verified=()))} == {
@@ -336,10 +311,7 @@ def test_a_probe_is_evidence():
         saw="gfx950 only accepts kpack == 1",
     )  # fmt: skip
     assert len(list(audit.lacks(msgspec.structs.replace(quirk, verified=(passed,))))) == 2, "it passed there"
-
-
-def test_what_the_source_quotes_is_evidence():
-    quirk = Registry.load().quirks["rocm-0015-kpack"]
+    # So is what the source quotes.
     said = msgspec.structs.replace(quirk.evidence, source='it says "gfx950 only accepts kpack == 1" there')
     bare = msgspec.structs.replace(quirk, verified=(), evidence=said)
     assert ("evidence", "signature") not in {keys for keys, _ in audit.lacks(bare)}
@@ -371,22 +343,16 @@ def test_trackers_are_todays(tmp_path):
     assert "upstream" in path.read_text().splitlines()[error.line - 1]
 
 
-def test_what_ascends_entries_say():
-    """No more than was published of the project's seed, on the one chip that it ran on."""
+def test_entries_say_no_more_than_was_seen():
+    """Of Ascend: than was published of the project's seed, on the one chip that it ran on."""
     quirks = Registry.load().quirks
     for name in ("ascend-0001-k-block-order", "ascend-0003-page-loop", "ascend-0016-branch"):
         assert quirks[name].when.arch == ("ascend910b2",), name
     assert set(quirks["ascend-0001-k-block-order"].when.kernels) == {"dense_forward", "decode_split"}
     assert quirks["ascend-0003-page-loop"].when.kernels == ("paged_split",)
-    assert quirks["ascend-0003-page-loop"].evidence.signature == ""
-    assert quirks["ascend-0011-unified-buffer"].evidence.signature == ""
+    assert {quirks[f"ascend-{name}"].evidence.signature for name in ("0003-page-loop", "0011-unified-buffer")} == {""}
     for name in ("ascend-0014-sparse-reshape-crash", "ascend-0015-sparse-paged-div-0"):
         failed = {block.target for block in quirks[name].verified if block.off == "fail:signature"}
         assert failed == {f"ascend:ascend910b{n}" for n in (1, 2, 3, 4)}, "of the family each was looked at"
-
-
-def test_four_stages_are_four():
-    """At 3 and 5 the probe's problem compiles, on both compilers that abort at 4."""
-    quirks = Registry.load().quirks
     for name in ("rocm-0001-four-stages", "rocm-0101-four-stages-rdna3"):
-        assert quirks[name].when.launch == {"num_stages": 4}
+        assert quirks[name].when.launch == {"num_stages": 4}, "3 and 5 compile, on both compilers that abort at 4"

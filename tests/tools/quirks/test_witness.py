@@ -14,32 +14,23 @@ KERNELS = {kernel.name: op for op, kernel in CORES.items()}
 
 # Kernel patterns and conditions, and the op on which they are met.
 MET = [
-    ("*", '"paged"', "paged_attention"),
-    ("*", '"packed"', "varlen_attention"),
-    ("*", '"tokens>=300"', "sparse_attention"),
-    ("*", '"page_size=48"', "paged_attention"),
+    ("*", '"paged"', "paged_attention"), ("*", '"packed"', "varlen_attention"),
+    ("*", '"tokens>=300"', "sparse_attention"), ("*", '"page_size=48"', "paged_attention"),
     ("*", '"page_size<16"', "attention"),  # there are no pages: their size is 0
-    ("*", '"window", "softcap", "alibi_slopes", "sinks"', "attention"),
-    ("*", '"bias", "mask"', "attention"),
-    ("*", '"log_weights", "magicpig"', "sparse_attention"),
-    ("*", '"page_layout=hpd"', "paged_attention"),
-    ("*", '"head_dim=576", "head_dim_v=512", "paged"', "paged_attention"),
-    ("*", '"featured", "!softcap"', "attention"),
-    ("*", '"featured", "!alibi_slopes", "window"', "attention"),
-    ("sparse_split", '"featured"', "sparse_attention"),
-    ("*", '"widest>256", "head_dim<=64"', "attention"),
-    ("*", '"widest<=64", "head_dim_v>=32"', "attention"),
-    ("mla_split", '"widest<=288"', "mla_attention"),
-    ("varlen_forward", '"rows>=5000"', "varlen_attention"),
+    ("*", '"window", "softcap", "alibi_slopes", "sinks"', "attention"), ("*", '"bias", "mask"', "attention"),
+    ("*", '"log_weights", "magicpig"', "sparse_attention"), ("*", '"page_layout=hpd"', "paged_attention"),
+    ("*", '"head_dim=576", "head_dim_v=512", "paged"', "paged_attention"), ("*", '"featured", "!softcap"', "attention"),
+    ("*", '"featured", "!alibi_slopes", "window"', "attention"), ("sparse_split", '"featured"', "sparse_attention"),
+    ("*", '"widest>256", "head_dim<=64"', "attention"), ("*", '"widest<=64", "head_dim_v>=32"', "attention"),
+    ("mla_split", '"widest<=288"', "mla_attention"), ("varlen_forward", '"rows>=5000"', "varlen_attention"),
     ("varlen_forward", '"rows<=3", "window"', "varlen_attention"),
     ("paged_split", '"packed", "rows>64", "gqa"', "paged_attention"),
-    ("paged_split", '"page_size!=64"', "paged_attention"),
-    ("*_split", '"!paged", "layout=bshd"', "decode_attention"),
+    ("paged_split", '"page_size!=64"', "paged_attention"), ("*_split", '"!paged", "layout=bshd"', "decode_attention"),
     ("sparse_split", '"paged", "page_layout=hpd", "page_size>=128"', "sparse_attention"),
     ("sparse_split", '"tokens<=64", "!seqlens_k"', "sparse_attention"),
     ("mla_split", '"group>=64", "seq_q=2", "causal"', "mla_attention"),
     ("mla_split", '"head_dim<=288", "head_dim_v=256"', "mla_attention"),
-]
+]  # fmt: skip
 UNMET = [
     ("dense_forward", '"paged"'), ("dense_forward", '"packed"'), ("dense_forward", '"log_weights"'),
     ("dense_forward", '"page_layout=hpd"'), ("varlen_forward", '"!packed"'), ("varlen_forward", '"seqlens_k"'),

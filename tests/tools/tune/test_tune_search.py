@@ -23,15 +23,12 @@ def verdicts(records) -> dict[int, list[str]]:
 def test_the_fastest_replaces_the_incumbent(class_of, search):
     tunable = FakeTunable({64: Made(100.0), 32: Made(80.0), 128: Made(90.0)})
     outcome, records = search(tunable, class_of(tunable))
-    assert outcome.choice == choice(32)
-    assert outcome.incumbent == choice(64)
+    assert (outcome.choice, outcome.incumbent) == (choice(32), choice(64))
     assert outcome.replaces
     assert outcome.measured
-    assert outcome.ratio == pytest.approx(0.8)
-    assert outcome.runner_up == choice(128)
+    assert (outcome.ratio, outcome.runner_up) == (pytest.approx(0.8), choice(128))
     (result,) = outcome.results
-    assert result.times.least == pytest.approx(80.0)
-    assert result.times.median == pytest.approx(80.4)
+    assert (result.times.least, result.times.median) == (pytest.approx(80.0), pytest.approx(80.4))
     assert (result.incumbent, result.runner_up) == (pytest.approx(100.5), pytest.approx(90.45))
     assert 0 <= result.error <= result.budget
     last = {block_n: words[-1] for block_n, words in verdicts(records).items()}
@@ -109,8 +106,7 @@ def test_compiling_rules_out_before_the_device_is_asked(class_of, search):
         }
     )  # fmt: skip
     outcome, records = search(tunable, class_of(tunable))
-    assert outcome.choice == choice(128)
-    assert set(tunable.started) == {64, 128}
+    assert (outcome.choice, set(tunable.started)) == (choice(128), {64, 128})
     reasons = {r.choice.launch["block_n"]: r.reason for r in records if getattr(r, "verdict", "") == "ruled out"}
     assert reasons == {
         1: "8 bytes spilled, 0 allowed", 2: "1000000 bytes of shared memory, sm_90 has 232448",
@@ -214,8 +210,7 @@ def test_what_an_interrupted_run_compiled_is_not_compiled_again(class_of, search
     assert Counter(tunable.compiled)[32] == len([c for c in codes if c.code.startswith("32")]) == 1
     tunable.compiled.clear()
     again, _ = search(tunable, of, history=History(codes))
-    assert tunable.compiled == []
-    assert again.choice == first.choice
+    assert (tunable.compiled, again.choice) == ([], first.choice)
 
 
 def test_what_ended_the_process_is_not_tried_again(class_of, search):

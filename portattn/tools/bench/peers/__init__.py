@@ -27,11 +27,9 @@ from portattn.tools.bench.tensors import Tensors
 
 CHOOSES, MATH = "sdpa", "sdpa-math"
 KERNELS = {
-    "sdpa-cudnn": "CUDNN_ATTENTION",
-    "sdpa-flash": "FLASH_ATTENTION",
-    "sdpa-efficient": "EFFICIENT_ATTENTION",
+    "sdpa-cudnn": "CUDNN_ATTENTION", "sdpa-flash": "FLASH_ATTENTION", "sdpa-efficient": "EFFICIENT_ATTENTION",
     MATH: "MATH",
-}
+}  # fmt: skip
 MATH_BYTES = 1 << 31  # of float32 scores, above which the unfused form is left out
 PAGE = 256  # tokens, of which FlashAttention-2's pages have a multiple
 

@@ -47,11 +47,9 @@ ALL = " ".join(t.partition("==")[2] for t in RELEASES)
 CASES = {
     # bad versions, range in the entry -> range that is found, ends
     "3.5.1 3.6.0": (">=3.5.1,<3.7", "3.4.0", "3.5.1", "3.6.0", "3.7.1"),
-    "3.2.0 3.3.1": ("<3.4", "", "3.2.0", "3.3.1", "3.4.0"),
-    "3.9.0": (">=3.9.0", "3.8.0", "3.9.0", "3.9.0", ""),
-    "3.4.0": (">=3.4.0,<3.5", "3.3.1", "3.4.0", "3.4.0", "3.5.1"),
-    ALL: ("", "", "3.2.0", "3.9.0", ""),
-}
+    "3.2.0 3.3.1": ("<3.4", "", "3.2.0", "3.3.1", "3.4.0"), "3.9.0": (">=3.9.0", "3.8.0", "3.9.0", "3.9.0", ""),
+    "3.4.0": (">=3.4.0,<3.5", "3.3.1", "3.4.0", "3.4.0", "3.5.1"), ALL: ("", "", "3.2.0", "3.9.0", ""),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("known", ["", ">=3.4,<3.7", "==3.6.0"])
@@ -79,16 +77,14 @@ def test_few_probes_are_enough(tmp_path) -> None:
     assert len(probe.asked) < len(RELEASES)
     every = Probe("3.5.1 3.6.0")
     made = bisect_retire.bisect(planted(tmp_path, ">=3.5.1,<3.7"), RELEASES, every, every=True)
-    assert every.asked == list(RELEASES)
-    assert made.range == ">=3.5.1,<3.7"
+    assert (every.asked, made.range) == (list(RELEASES), ">=3.5.1,<3.7")
 
 
 def test_a_bug_that_comes_back_is_said_and_every_one_tested(tmp_path) -> None:
     probe = Probe("3.2.0 3.6.0 3.7.1")
     made = bisect_retire.bisect(planted(tmp_path, ">=3.6,<3.8"), RELEASES, probe)
     assert not made.monotone
-    assert len(probe.asked) == len(RELEASES)
-    assert made.range == "<3.8,!=3.3.1,!=3.4.0,!=3.5.1"
+    assert (len(probe.asked), made.range) == (len(RELEASES), "<3.8,!=3.3.1,!=3.4.0,!=3.5.1")
     odd = Probe("3.3.1 3.6.0 3.9.0")
     made = bisect_retire.bisect(planted(tmp_path, "==3.6.0"), RELEASES, odd, every=True)
     assert not made.monotone
@@ -170,8 +166,7 @@ def test_releases_that_nobody_tested_are_named(tmp_path) -> None:
     assert made.untested == ("triton==3.5.0", "triton==3.7.0")
     assert "not tested, and between these: triton==3.5.0, triton==3.7.0" in made.says
     alone = bisect_retire.bisect(planted(tmp_path, "==3.8.0"), ("triton==3.7.1", "triton==3.8.0"), Probe("3.8.0"))
-    assert alone.untested == ()
-    assert alone.says == ""
+    assert (alone.untested, alone.says) == ((), "")
     missing = bisect_retire.bisect(
         planted(tmp_path, "==3.6.0"), RELEASES, Probe("3.4.0 3.6.0", missing="3.5.1"), every=True
     )

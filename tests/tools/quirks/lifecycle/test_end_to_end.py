@@ -45,8 +45,7 @@ def fill_in(path: Path, effect: str) -> None:
 
 def test_from_a_failed_compile_to_a_work_around(buggy, worker, registry, triton, monkeypatch, tmp_path) -> None:
     first, second = (fail(arch, registry, buggy, monkeypatch) for arch in ("sm_86", "sm_89"))
-    assert first.problem == PROBLEM
-    assert first.launch.num_stages == 3
+    assert (first.problem, first.launch.num_stages) == (PROBLEM, 3)
 
     # Draft: both chips, the words of the compiler, the specialisation; and its program fails again here.
     out = tmp_path / "drafts"

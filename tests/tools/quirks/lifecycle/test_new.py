@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import quirk_files
-from lifecycle_logs import FOLDER, NAMES, facts_of, read, told
+from lifecycle_logs import FOLDER, NAMES, facts_of, told
 from planted_records import incident
 
 from portattn.errors import ArgumentError, DataError
@@ -40,8 +40,7 @@ def draft(name: str, registry: Registry, out: Path, **named: str) -> drafts.Draf
 def test_every_log_gives_a_draft_that_the_loader_refuses(name: str, registry, tmp_path) -> None:
     made = draft(name, registry, tmp_path)
     entry = Path(made.files[-1])
-    assert entry.parent.parent == tmp_path
-    assert entry.stem == made.id
+    assert (entry.parent.parent, entry.stem) == (tmp_path, made.id)
     text = entry.read_text()
     parsed = tomllib.loads(text)
     assert parsed["symptom"] == made.failure["symptom"]
@@ -115,6 +114,7 @@ def test_numbers_are_the_next_free_ones(registry, tmp_path) -> None:
 def test_a_draft_is_of_one_failure_on_one_chip_and_compiler(registry, tmp_path) -> None:
     log, on = "triton-3.6-gfx950-stages", {"toolchain": "triton==3.6.0"}
     made = draft(log, registry, tmp_path, **on)
+    assert [Path(file).suffix for file in made.files] == [".ttir", ".py", ".md", ".toml"], "the entry is written last"
     assert [entry.id for entry in drafts.find_drafts(facts_of(log, registry, **on), tmp_path)] == [made.id]
     later = facts_of(log, registry, toolchain="triton==3.7.1")
     other = facts_of("triton-3.4-kpack", registry, **on)
@@ -157,25 +157,12 @@ def test_an_error_leaves_nothing(tmp_path, monkeypatch) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_entry_is_written_last(registry, tmp_path) -> None:
-    """Whoever is killed in between leaves a program and a report, and no entry."""
-    made = draft("triton-3.6-gfx950-stages", registry, tmp_path)
-    assert [Path(file).suffix for file in made.files] == [".ttir", ".py", ".md", ".toml"]
-
-
-def test_drafts_of_a_checkout_are_not_read_by_the_registry() -> None:
-    folder = drafts.drafts_folder()
-    assert folder == shipped_quirks() / "drafts"
-    assert folder.name not in find_backends()
-
-
-def test_an_installed_portattn_drafts_where_it_is_called(monkeypatch, tmp_path) -> None:
+def test_drafts_are_no_backend_of_a_checkout_and_else_where_portattn_is_called(monkeypatch, portattn, tmp_path) -> None:
+    assert drafts.drafts_folder() == shipped_quirks() / "drafts"
+    assert "drafts" not in find_backends()
     monkeypatch.setattr(drafts, "shipped_quirks", lambda: tmp_path / "site-packages" / "portattn" / "quirks")
     monkeypatch.chdir(tmp_path)
     assert drafts.drafts_folder() == tmp_path / "quirk-drafts"
-
-
-def test_help_says_where_drafts_go(portattn) -> None:
     told = " ".join(portattn("quirks", "new", "--help").out.split())
     assert "by default quirks/drafts of a checkout, and ./quirk-drafts of the working folder" in told
 
@@ -189,21 +176,15 @@ def test_a_long_log_is_cut_round_its_cause() -> None:
     assert excerpt("one\ntwo", 1) == "one\ntwo"
 
 
-def test_a_fence_in_a_log_does_not_end_the_reports(registry, tmp_path) -> None:
-    text = read("triton-3.4-kpack") + "```\nnot code\n````\n"
-    found = facts_of("triton-3.4-kpack", registry)
-    made = drafts.make(msgspec.structs.replace(found, log=text), registry, tmp_path, force=True, replay=False)
-    assert "`````\n" in next(Path(file) for file in made.files if file.endswith(".md")).read_text()
-
-
-def test_a_home_folder_stays_private(registry, tmp_path, monkeypatch) -> None:
+def test_a_fence_in_a_log_does_not_end_the_reports_and_a_home_folder_stays_private(
+    registry, tmp_path, monkeypatch
+) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
     found = facts_of("triton-3.4-kpack", registry)
-    found = msgspec.structs.replace(found, log=found.log + "/home/somebody/secret/kernel.py\n")
+    found = msgspec.structs.replace(found, log=f"{found.log}/home/somebody/secret/kernel.py\n```\nnot code\n````\n")
     made = drafts.make(found, registry, tmp_path, force=True, replay=False)
     report = next(Path(file) for file in made.files if file.endswith(".md")).read_text()
-    assert "~/secret/kernel.py" in report
-    assert "somebody" not in report
+    assert ("`````\n" in report, "~/secret/kernel.py" in report, "somebody" in report) == (True, True, False)
 
 
 @pytest.mark.compiles
@@ -219,40 +200,31 @@ def test_a_real_log_fails_again_under_the_installed_compiler(registry, tmp_path)
 
 
 def test_the_command_line(portattn, registry, tmp_path) -> None:
-    log = str(FOLDER / "triton-3.6-num-ctas.log")
-    called = portattn("quirks", "new", "--from-log", log, "--toolchain", "triton==3.6.0", "--out", tmp_path, "--json")
-    assert called.status == 0, called.err
+    log = FOLDER / "triton-3.6-num-ctas.log"
+    same = ("quirks", "new", "--from-log", log, "--toolchain", "triton==3.6.0", "--out", tmp_path)
+    called = portattn(*same, "--json", exits=0)
     [made] = called.json["failures"]
     assert (called.json["of"], made["number"], made["known"]) == (1, 1, [])
-    assert len(made["files"]) == 3
-    assert all(Path(file).is_file() for file in made["files"])
+    assert [Path(file).is_file() for file in made["files"]] == [True] * 3
     assert made["replay"].startswith("Not reproduced here: the log holds no program")
-    again = portattn("quirks", "new", "--from-log", log, "--toolchain", "triton==3.6.0", "--out", tmp_path, exits=1)
-    assert f"drafted already, in {made['files'][-1]}" in again.out
-    same = ("--from-log", log, "--toolchain", "triton==3.6.0")
-    words = portattn("quirks", "new", *same, "--out", tmp_path, "--words", "num-ctas", "--force", exits=0)
+    assert f"drafted already, in {made['files'][-1]}" in portattn(*same, exits=1).out
+    words = portattn(*same, "--words", "num-ctas", "--force", exits=0)
     assert f"-{int(made['id'].split('-')[1]) + 1:04d}-num-ctas" in words.out
     assert f"{MARK}effect" in words.out
 
 
 def test_the_command_line_says_first_what_is_known(portattn, tmp_path) -> None:
-    log = str(FOLDER / "seed-ascend-sparse.log")
-    where = ("--toolchain", "triton-ascend==3.1.0", "--kernel", "sparse_split", "--out", str(tmp_path))
-    called = portattn("quirks", "new", "--from-log", log, *where, exits=1)
+    new = ("quirks", "new", "--from-log", FOLDER / "seed-ascend-sparse.log", "--out", tmp_path)
+    known = (*new, "--toolchain", "triton-ascend==3.1.0", "--kernel", "sparse_split")
+    called = portattn(*known, exits=1)
     assert called.out.startswith("this is ascend-0014-sparse-reshape-crash: ")
-    assert "in range here" in called.out
-    assert "--force" in called.out
+    assert ("in range here" in called.out, "--force" in called.out) == (True, True)
     assert [path.name for path in tmp_path.iterdir()] == ["cache"], "which has the lock: other users hold none there"
-    assert "ascend-0014" in portattn("quirks", "new", "--from-log", log, *where, "--force", exits=0).out
-
-
-def test_what_only_looks_like_an_entry_is_drafted(portattn, tmp_path) -> None:
-    log = str(FOLDER / "seed-ascend-sparse.log")
-    called = portattn("quirks", "new", "--from-log", log, "--toolchain", "triton-ascend==3.2.0", "--out", tmp_path)
-    assert called.status == 0
+    called = portattn(*new, "--toolchain", "triton-ascend==3.2.0", exits=0)  # which only looks like that entry
     assert called.out.startswith("this looks like ascend-0014-sparse-reshape-crash: ")
     assert "(because its signature, stage and chip agree; but its kernels are sparse_split, and the log" in called.out
     assert len(list(tmp_path.glob("ascend/*.toml"))) == 1
+    assert "ascend-0014" in portattn(*known, "--force", exits=0).out
 
 
 def test_of_what_no_plan_avoids_no_work_around_is_missed(portattn, tmp_path) -> None:
@@ -299,11 +271,8 @@ def test_bad_input_is_one_clear_error(portattn, tmp_path, arguments, argument) -
     assert not (tmp_path / "out").exists()
 
 
-def test_open_lines_are_only_the_marked_ones() -> None:
+def test_open_lines_are_only_the_marked_ones(tmp_path) -> None:
     assert open_lines(f"# {MARK}x\n{MARK}y = 1\na = '{MARK}'\n") == [(2, f"{MARK}y = 1")]
-
-
-def test_a_planted_entry_has_no_open_lines(tmp_path) -> None:
     assert open_lines(quirk_files.plant(tmp_path, "cuda-0001-x", 'path = "vendor"').read_text()) == []
 
 
@@ -375,9 +344,8 @@ def test_a_replay_has_only_variables_that_are_permitted(registry, tmp_path, port
     [found] = failure_facts.from_log(crafted({name: value}), "build.log", registry)
     assert found.env == ({name: value} if kept else {})
     (tmp_path / "build.log").write_text(crafted({name: value}))
-    called = portattn(
-        "quirks", "new", "--from-log", str(tmp_path / "build.log"), "--out", str(tmp_path), "--force", "--no-replay"
-    )
+    new = ("quirks", "new", "--from-log", tmp_path / "build.log", "--out", tmp_path)
+    called = portattn(*new, "--force", "--no-replay")
     assert (name in next((tmp_path / "probes").glob("*.py")).read_text()) is kept
     assert (f"left out: variable {name}={value!r}: no switch of the compiler's" in called.out) is not kept
     assert ("add it to ENV of the program" in called.out) is not kept

@@ -37,14 +37,11 @@ def test_prefixes_of_prefixes() -> None:
     "text",
     [
         "0: error\nno rank here\nnor here\n",  # few lines that look so
-        "> only one line is quoted\nand no other\nat all\nis\n",
-        "[1, 2]: a list\n",
-        "(see pid=3 of the table\n",
-        "a-1 | b\nc\nd\ne\n",
-        "    indented[3m] is kept\n".replace("[3m]", "[3]"),
+        "> only one line is quoted\nand no other\nat all\nis\n", "[1, 2]: a list\n", "(see pid=3 of the table\n",
+        "a-1 | b\nc\nd\ne\n", "    indented[3m] is kept\n".replace("[3m]", "[3]"),
         '#blocked = #ttg.blocked<{order = [0]}>\n%0 = "tt.load"(%arg0) : (!tt.ptr<f16>) -> f16\n',
     ],
-)
+)  # fmt: skip
 def test_what_only_looks_like_a_prefix_is_kept(text: str) -> None:
     assert normalise(text).text == text
 

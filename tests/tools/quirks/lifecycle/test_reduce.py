@@ -176,8 +176,7 @@ def test_an_incident_on_the_command_line(portattn, buggy, registry, incidents, m
     assert reduced["probe"].startswith("plan: attention --target cuda:sm_86")
     assert "compiles: num_warps" in called.err or "num_warps" in called.err
     smaller = incidents.incident(f"{name}-reduced")
-    assert called.json["written"] == f"incident {smaller.id}"
-    assert smaller.problem.head_dim == 16
+    assert (called.json["written"], smaller.problem.head_dim) == (f"incident {smaller.id}", 16)
     # The command sends the request to a compiler, and what is kept of the log is the smaller one's.
     assert '"ok": false' in subprocess.run(smaller.command, shell=True, capture_output=True, text=True).stdout
     found = failure_facts.from_incident(smaller, [], registry)

@@ -48,8 +48,7 @@ def test_a_line_leads_back_to_the_specialisation(named, registry) -> None:
         stated.problem, target, probe_plans.with_start_values(registry, stated, target),
         settings=Settings(backend="triton"),
     )  # fmt: skip
-    assert made.launch == changed.launch
-    assert made.lowering == changed.lowering
+    assert (made.launch, made.lowering) == (changed.launch, changed.lowering)
 
 
 @pytest.mark.parametrize("words", [False, True])

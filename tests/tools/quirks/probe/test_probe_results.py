@@ -248,8 +248,7 @@ def test_writes_one_table_for_each_toolchain(tmp_path):
     assert [(v.toolchain, v.target, v.level, v.off, v.on) for v in read] == [
         (f"triton==3.{minor}.0", "rocm:gfx942", "compiles", "fail:signature", "pass") for minor in (4, 6)
     ]
-    assert read[0].date == datetime.date.today()
-    assert read[0].saw == "RuntimeError: boom went the pass"
+    assert (read[0].date, read[0].saw) == (datetime.date.today(), "RuntimeError: boom went the pass")
 
 
 def test_probed_again_replaces(tmp_path):
