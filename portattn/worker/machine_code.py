@@ -102,7 +102,7 @@ def _loop(lines: Sequence[WarpInstruction], labels: Mapping[str, int], begin: in
 def _path(
     lines: Sequence[WarpInstruction], labels: Mapping[str, int], begin: int, end: int, products: bool
 ) -> tuple[WarpInstruction, ...]:
-    """Return the instructions along the branches forward; `products`: also along conditional ones that skip products."""
+    """Return the instructions along branches forward; `products`: also along conditional ones that skip products."""
     kept, place = [], begin
     while place <= end:
         one = lines[place]
