@@ -1,28 +1,16 @@
-"""torch_npu's fused attention, as its documents have it; it was never run on an NPU here.
+"""Calls of torch_npu's fused attention, as its documents have it; they were never run on an NPU here.
 
 Sources: torch_npu 2.13.0's own documents (torch_npu/_op_plugin_docs.py), schemas and meta functions; Ascend/op-plugin,
 docs/zh/custom_APIs/torch_npu; hicann/ops-transformer, aclnnFlashAttentionScore.md (softmax statistics, chips)."""
 
 from __future__ import annotations
 
-import fnmatch
 import functools
 import itertools
 import math
-import sys
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from portattn.errors import ArgumentError
-from portattn.planning.backend import (
-    Check,
-    VendorPath,
-    dropout_check,
-    features_check,
-    first_refusal,
-    op_check,
-    splits_check,
-)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,10 +18,9 @@ if TYPE_CHECKING:
     import torch
 
     from portattn.schema.call import Call
-    from portattn.schema.plan import Rejection
     from portattn.schema.problem import Problem
-    from portattn.schema.target import Target
 
+INFER = "npu_fused_infer_attention_score"
 # sparse_mode: 0 everything, 1 a whole mask, 2 causal from the upper left corner, 3 causal from the lower right corner,
 # 4 a band around the lower right corner's diagonal. 2, 3 and 4 take one compressed mask for every length.
 SPARSE_MODE = {"none": 0, "whole": 1, "top_left": 2, "bottom_right": 3, "band": 4}
@@ -43,400 +30,177 @@ ROWS_MAY_BE_EMPTY = 2  # inner_precise: high precision, and rows that are masked
 PSE_AFTER_SCALE = 0  # pse_type: scale · QKᵀ + pse; npu_fusion_attention, without pse_type, has scale · (QKᵀ + pse)
 TOKEN_AND_HEAD, PAGED_TOKEN_AND_HEAD = 3, 5  # key_antiquant_mode
 MAX_INTERLEAVED = 65535  # numbers of all heads of a token, where they lie together
-
-# Both functions have arguments for more features (atten_mask, dropout_mask). They are passed as documented, or not.
-CALLED_WITHOUT = "is called without"
-
-SUPPORTED_ARCHES = ("ascend910b*", "ascend910_93")  # Atlas A2 and A3
+MAX_CACHE = (1 << 31) - 1  # numbers of a paged cache that a single row attends
 
 
-class NpuFusionAttention(VendorPath):
-    """torch_npu.npu_fusion_attention: dense and packed, whose LSE is differentiated here: its formula ignores that.
+def run_fusion(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Run npu_fusion_attention; a gradient of the LSE costs one more forward and backward pass.
 
-    The LSE is max + log(sum) of its statistics, (B, N, Sq, 8) or (T, N, 8) float32 with eight equal columns, and
-    counts the sink. A bias goes to npu_fusion_attention_v2, which adds it after the scale. Packed lengths are lists of
-    Python ints: a call with packed sequences waits for the device."""
+    A bias costs its memory once more, and a mask of its shape."""
+    import torch_npu
 
-    name = "npu_fusion_attention"
-    ops = ("attention", "varlen_attention")
-    takes = frozenset(
-        {
-            "causal", "causal_top_left", "return_lse", "needs_grad", "negative_scale", "gqa", "packed", "window",
-            "sinks", "alibi_slopes", "bias", "head_dim_v",
+    p = call.problem
+    if p.packed:
+        return _run_packed_fusion(call)
+    if p.bias or p.alibi_slopes:
+        return _run_biased_fusion(call)
+    attend = functools.partial(
+        torch_npu.npu_fusion_attention,
+        head_num=p.heads_q,
+        input_layout="BNSD",
+        scale=float(call.scale),  # its default is 1.0, not 1/√D
+        **_mask(p, call.q.device, ("pre_tockens", "next_tockens")),
+    )
+    return _fused(call, attend, call.q, call.k, call.v)
+
+
+def _run_packed_fusion(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
+    import torch_npu
+
+    p, packed = call.problem, _PackedRows(call)
+    if not packed.ends_q or not packed.ends_q[-1]:
+        return packed.spread(*packed.nothing())
+    attend = functools.partial(
+        torch_npu.npu_fusion_attention,
+        head_num=p.heads_q,
+        input_layout="TND",
+        scale=float(call.scale),
+        actual_seq_qlen=packed.ends_q,
+        actual_seq_kvlen=packed.ends_k,
+        **({"softmax_layout": "TND"} if p.return_lse else {}),  # its default is (N, T, D) within (T, N, D)'s shape
+        **_mask(p, call.q.device, ("pre_tockens", "next_tockens")),
+    )
+    out, lse = _fused(call, attend, *packed.operands())
+    return packed.spread(out, lse)
+
+
+def _run_biased_fusion(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
+    import torch
+    import torch_npu
+
+    p, q, k, v = call.problem, call.q, call.k, call.v
+    pse, hidden = _added_scores(call)
+    if pse.dtype != q.dtype:  # documented: all of one dtype
+        q, k, v = q.float(), k.float(), v.float()
+    if hidden is None:
+        given = _mask(p, q.device)
+    else:  # documented masks: (B, N, Sq, Sk), (B, 1, Sq, Sk), (1, 1, Sq, Sk)
+        whole = hidden if hidden.shape[1] == 1 else hidden.expand(p.batch, -1, -1, -1)
+        given = {
+            "sparse_mode": SPARSE_MODE["whole"],
+            "atten_mask": whole.contiguous(),
+            "inner_precise": ROWS_MAY_BE_EMPTY,
         }
-    )  # fmt: skip
-
-    MAX_HEAD_DIM = 768
-    MAX_HEADS = 256
-    MAX_SEQ = 1 << 20  # "1M", also of packed rows
-    MAX_BATCH = 2 << 20  # "2M"
-    MAX_PACKED = 1024  # sequences
-
-    def rejects(self, problem: Problem, target: Target) -> Rejection | None:
-        p = problem
-        added = [name for name in ("alibi_slopes", "bias") if getattr(p, name)]
-        return first_refusal(
-            self.name,
-            _arch_check(self.name, target),
-            op_check(
-                self.name,
-                p,
-                self.ops,
-                "is called for dense and packed tensors alone",
-                "npu_fused_infer_attention_score takes caches, for inference"
-                if p.op in ("decode_attention", "paged_attention")
-                else "backend='reference'",
-            ),
-            features_check(self.name, p, CALLED_WITHOUT, self.takes),
-            dropout_check(self.name, p),
-            _padding_check(self.name, p, ("seqlens_q", "seqlens_k", "leftpad_q", "leftpad_k")),
-            _empty_check(self.name, p),
-            _blind_rows_check(self.name, p),
-            _band_check(self.name, p),
-            (
-                bool(added) and p.packed,
-                f"{', '.join(added)} asked for, and {self.name} is documented to add a bias to dense scores alone",
-                "backend='reference'",
-            ),
-            (
-                bool(added) and p.needs_grad,
-                f"gradients are asked for with {', '.join(added)}, and {self.name} documents no gradient of a bias",
-                "call it under torch.no_grad(), or backend='reference'",
-            ),
-            (
-                p.head_dim_v > p.head_dim,
-                f"head_dim_v is {p.head_dim_v}, and {self.name} takes up to head_dim, {p.head_dim}",
-                "pad the keys, or backend='reference'",
-            ),
-            _limit(self.name, "head_dim", p.head_dim, self.MAX_HEAD_DIM),
-            _limit(self.name, "heads_q", p.heads_q, self.MAX_HEADS),
-            _limit(self.name, "seq_q", p.seq_q, self.MAX_SEQ),
-            _limit(self.name, "seq_k", p.seq_k, self.MAX_SEQ),
-            _limit(self.name, "total_q", p.total_q or 0, self.MAX_SEQ),
-            _limit(self.name, "total_k", p.total_k or 0, self.MAX_SEQ),
-            _limit(self.name, "batch", p.batch, self.MAX_PACKED if p.packed else self.MAX_BATCH),
-            _schema_check(p.sinks, "sinks", self.name, "sink"),
-            _schema_check(p.packed and p.return_lse, "the LSE of packed sequences", self.name, "softmax_layout"),
-            _schema_check(bool(added), ", ".join(added), "npu_fusion_attention_v2", "pse_type"),
-        )
-
-    def run(self, call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run npu_fusion_attention; a gradient of the LSE costs one more forward and backward pass.
-
-        A bias costs its memory once more, and a mask of its shape."""
-        import torch_npu
-
-        p = call.problem
-        if p.packed:
-            return self._run_packed(call)
-        if p.bias or p.alibi_slopes:
-            return self._run_biased(call)
-        attend = functools.partial(
-            torch_npu.npu_fusion_attention,
-            head_num=p.heads_q,
-            input_layout="BNSD",
-            scale=float(call.scale),  # its default is 1.0, not 1/√D
-            **_mask(p, call.q.device, ("pre_tockens", "next_tockens")),
-        )
-        return _fused(call, attend, call.q, call.k, call.v)
-
-    def _run_packed(self, call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
-        import torch_npu
-
-        p, packed = call.problem, _PackedRows(call)
-        if not packed.ends_q or not packed.ends_q[-1]:
-            return packed.spread(*packed.nothing())
-        attend = functools.partial(
-            torch_npu.npu_fusion_attention,
-            head_num=p.heads_q,
-            input_layout="TND",
-            scale=float(call.scale),
-            actual_seq_qlen=packed.ends_q,
-            actual_seq_kvlen=packed.ends_k,
-            **({"softmax_layout": "TND"} if p.return_lse else {}),  # its default is (N, T, D) within (T, N, D)'s shape
-            **_mask(p, call.q.device, ("pre_tockens", "next_tockens")),
-        )
-        out, lse = _fused(call, attend, *packed.operands())
-        return packed.spread(out, lse)
-
-    def _run_biased(self, call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
-        import torch
-        import torch_npu
-
-        p, q, k, v = call.problem, call.q, call.k, call.v
-        pse, hidden = _added_scores(call)
-        if pse.dtype != q.dtype:  # documented: all of one dtype
-            q, k, v = q.float(), k.float(), v.float()
-        if hidden is None:
-            given = _mask(p, q.device)
-        else:  # documented masks: (B, N, Sq, Sk), (B, 1, Sq, Sk), (1, 1, Sq, Sk)
-            whole = hidden if hidden.shape[1] == 1 else hidden.expand(p.batch, -1, -1, -1)
-            given = {
-                "sparse_mode": SPARSE_MODE["whole"],
-                "atten_mask": whole.contiguous(),
-                "inner_precise": ROWS_MAY_BE_EMPTY,
-            }
-        attend = functools.partial(
-            torch_npu.npu_fusion_attention_v2,
-            head_num=p.heads_q,
-            input_layout="BNSD",
-            scale=float(call.scale),
-            pse=pse.contiguous(),
-            pse_type=PSE_AFTER_SCALE,
-            **given,
-        )
-        out, lse = _fused(call, attend, q, k, v)
-        if hidden is not None:
-            idle = hidden.all(dim=3)  # (1 or B, 1 or N, Sq)
-            out = out.masked_fill(idle[..., None], 0.0)
-            nothing: Any = -math.inf if call.sinks is None else call.sinks.float()[:, None]
-            lse = None if lse is None else torch.where(idle, nothing, lse)
-        return out.to(call.q.dtype), lse
+    attend = functools.partial(
+        torch_npu.npu_fusion_attention_v2,
+        head_num=p.heads_q,
+        input_layout="BNSD",
+        scale=float(call.scale),
+        pse=pse.contiguous(),
+        pse_type=PSE_AFTER_SCALE,
+        **given,
+    )
+    out, lse = _fused(call, attend, q, k, v)
+    if hidden is not None:
+        idle = hidden.all(dim=3)  # (1 or B, 1 or N, Sq)
+        out = out.masked_fill(idle[..., None], 0.0)
+        nothing: Any = -math.inf if call.sinks is None else call.sinks.float()[:, None]
+        lse = None if lse is None else torch.where(idle, nothing, lse)
+    return out.to(call.q.dtype), lse
 
 
-class NpuFusedInferAttentionScore(VendorPath):
-    """torch_npu.npu_fused_infer_attention_score: inference; a call with lengths waits for their copy to the host.
+def run_infer(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Run npu_fused_infer_attention_score; waits for the device if lengths are given. Copies no pages.
 
-    Rows that attend nothing are documented as imprecise: they are overwritten with 0, and their LSE with -inf. Packed
-    sequences go to npu_fused_infer_attention_score_v2, whose documents take grouped heads of 128 there."""
+    Raises:
+        ArgumentError: Pages are not contiguous, or too many."""
+    import torch_npu
 
-    name = "npu_fused_infer_attention_score"
-    ops = ("attention", "decode_attention", "varlen_attention", "paged_attention")
-    takes = frozenset(
-        {
-            "causal", "causal_top_left", "seqlens_q", "seqlens_k", "return_lse", "negative_scale", "gqa", "packed",
-            "window", "paged", "head_dim_v", "kv_format",
-        }
-    )  # fmt: skip
+    p = call.problem
+    if p.packed:
+        return _run_packed_infer(call)
+    attending = _attending_rows(call)
+    # A single row's own length is documented as ignored.
+    lengths_q = None if p.seq_q == 1 else _host_lengths(call.seqlens_q, p.seq_q)
+    lengths_k = _host_lengths(call.seqlens_k, p.seq_k)
+    # Tokens before heads, where the caller has them so: a cache is not copied.
+    narrow = p.seq_q == 1 or p.heads_q * p.head_dim < MAX_INTERLEAVED
+    tokens_first = p.layout == "bshd" and not p.page_size and narrow
+    axes = (1, 2) if tokens_first else (0, 0)
+    given: dict[str, Any] = {}
+    cache = {name: getattr(call, name) for name in ("k", "v", "k_scale", "v_scale")}
+    if call.page_table is not None:
+        cache = {name: tensor if tensor is None else _pages(p, name, tensor) for name, tensor in cache.items()}
+        given = {"block_table": _block_table(call), "block_size": p.page_size}
+    k, v = cache["k"], cache["v"]
+    if call.k_scale is not None:
+        mode = PAGED_TOKEN_AND_HEAD if p.page_size else TOKEN_AND_HEAD
+        for whose, scale in (("key", cache["k_scale"]), ("value", cache["v_scale"])):
+            given |= {f"{whose}_antiquant_scale": scale.contiguous(), f"{whose}_antiquant_mode": mode}
+    out, lse = torch_npu.npu_fused_infer_attention_score(
+        call.q.transpose(*axes).contiguous(),  # documented: no support for strided tensors
+        k.transpose(*axes).contiguous(),
+        v.transpose(*axes).contiguous(),
+        actual_seq_lengths=lengths_q,
+        actual_seq_lengths_kv=lengths_k,
+        num_heads=p.heads_q,
+        num_key_value_heads=p.heads_k,
+        input_layout="BSND" if tokens_first else "BNSD",
+        scale=float(call.scale),  # its default is 1.0, not 1/√D
+        inner_precise=ROWS_MAY_BE_EMPTY if attending is not None and p.seq_q > 1 else 0,
+        softmax_lse_flag=p.return_lse,
+        **(_row_mask(call) if p.window and p.seq_q == 1 else _mask(p, call.q.device)),
+        **given,
+    )
+    out = out.transpose(*axes)
+    lse = lse[..., 0] if p.return_lse else None  # (B, N, Sq, 1)
+    if attending is not None:
+        idle = ~attending[:, None, :]  # (B, 1, Sq)
+        out = out.masked_fill(idle[..., None], 0.0)
+        lse = None if lse is None else lse.masked_fill(idle, -math.inf)
+    return out, lse
 
-    DTYPES = ("fp16", "bf16")
-    MAX_HEAD_DIM = 512
-    ROW_BYTES = 16  # of which a row is a multiple; the document names none for seq_q = 1
-    WIDE_HEAD_DIM, WIDE_ROW_BYTES = 128, 32  # beyond the first, a row is a multiple of the second
-    MAX_HEADS = 256
-    MAX_GROUP = 64
-    MAX_BATCH = 65536
-    MAX_SEQ = 20 * (1 << 20)  # 20,971,520
-    MAX_SEQ_K_OF_ONE_ROW = 1 << 18  # seq_q = 1 goes to its incremental branch, with limits of its own
-    MAX_PAGE = 512
-    PAGE_MULTIPLE, PAGE_MULTIPLE_OF_ONE_ROW, PAGE_MULTIPLE_OF_INT8 = 128, 16, 32  # int8: of one row too
-    MAX_CACHE = (1 << 31) - 1  # numbers of a paged cache, for seq_q = 1
-    PACKED_HEADS = ((128, 128), (192, 128), (192, 192))  # of keys and of values
-    MAX_PACKED, MAX_PACKED_ROWS = 4096, 1 << 20
 
-    def rejects(self, problem: Problem, target: Target) -> Rejection | None:
-        p = problem
-        one_row = p.seq_q == 1 and not p.packed
-        bytes_ = 2 * p.head_dim
-        wide = p.head_dim > self.WIDE_HEAD_DIM and p.seq_q > 1
-        multiple = self.WIDE_ROW_BYTES if wide else self.ROW_BYTES
-        return first_refusal(
-            self.name,
-            _arch_check(self.name, target),
-            op_check(self.name, p, self.ops, "is called for dense and packed tensors and caches alone"),
-            features_check(self.name, p, CALLED_WITHOUT, self.takes),
-            splits_check(self.name, p),
-            (
-                p.dtype not in self.DTYPES,
-                f"dtype is {p.dtype}, and {self.name} takes {' and '.join(self.DTYPES)}",
-                "npu_fusion_attention takes fp32",
-            ),
-            (
-                p.needs_grad,
-                f"gradients are asked for, and {self.name} is for inference",
-                "npu_fusion_attention for training, or call it under torch.no_grad()",
-            ),
-            (
-                p.dropout,
-                f"dropout_p > 0, and {self.name} has no dropout",
-                "dropout_p=0.0, or backend='reference'",
-            ),
-            _padding_check(self.name, p, ("leftpad_q", "leftpad_k")),
-            _empty_check(self.name, p),
-            (
-                p.causal == "top_left" and one_row,
-                f"causal top-left with seq_q 1, and {self.name} applies no sparse mode to a single row",
-                "pass the first key and value only",
-            ),
-            _band_check(self.name, p),
-            *self._packed_checks(p),
-            *self._cache_checks(p),
-            (
-                p.head_dim_v != p.head_dim and not p.packed,
-                f"head_dim_v is {p.head_dim_v} with head_dim {p.head_dim}, and {self.name} takes keys and values of "
-                "one shape",
-                "pad the narrower one, or backend='reference'",
-            ),
-            _limit(self.name, "head_dim", p.head_dim, self.MAX_HEAD_DIM),
-            (
-                bytes_ % multiple != 0,
-                f"head_dim {p.head_dim} is {bytes_} bytes, and {self.name} takes multiples of {multiple} bytes"
-                + (f" over a head_dim of {self.WIDE_HEAD_DIM}" if wide else ""),
-                "pad the heads, or backend='reference'",
-            ),
-            _limit(self.name, "heads_q", p.heads_q, self.MAX_HEADS),
-            _limit(self.name, "query heads for each key/value head", p.group, self.MAX_GROUP),
-            _limit(self.name, "batch", p.batch, self.MAX_BATCH),
-            _limit(self.name, "seq_q", p.seq_q, self.MAX_SEQ),
-            _limit(self.name, "seq_k", p.seq_k, self.MAX_SEQ_K_OF_ONE_ROW if one_row else self.MAX_SEQ),
-        )
+def _run_packed_infer(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
+    import torch_npu
 
-    def _packed_checks(self, p: Problem) -> Iterable[Check]:
-        if not p.packed:
-            return ()
-        path, heads = f"{self.name}_v2", (p.head_dim, p.head_dim_v)
-        known = ", ".join(f"({keys}, {values})" for keys, values in self.PACKED_HEADS)
-        trained = "npu_fusion_attention, or backend='reference'"
-        return (
-            (
-                p.op == "paged_attention",
-                f"packed queries over pages, and {path} takes no page table with them",
-                "pad the queries, or backend='reference'",
-            ),
-            (p.dtype != "bf16", f"dtype is {p.dtype}, and {path} takes packed sequences of bf16 alone", trained),
-            (
-                heads not in self.PACKED_HEADS,
-                f"head_dim, head_dim_v are {heads}, and {path} takes packed sequences of {known}",
-                trained,
-            ),
-            (
-                p.causal == "top_left",
-                f"causal top-left, and {path} takes bottom-right masks of packed sequences alone",
-                trained,
-            ),
-            (
-                p.window and p.seq_q == 1,
-                f"window ({p.window_left}, {p.window_right}) with sequences of one query, and {path} ignores a band "
-                "there",
-                trained,
-            ),
-            _limit(path, "total_q", p.total_q or 0, self.MAX_PACKED_ROWS),
-            _limit(path, "total_k", p.total_k or 0, self.MAX_PACKED_ROWS),
-            _limit(path, "batch", p.batch, self.MAX_PACKED),
-            _schema_check(True, "packed sequences", path),
-        )
+    p, packed = call.problem, _PackedRows(call)
+    if not packed.ends_q or not packed.ends_q[-1]:
+        return packed.spread(*packed.nothing())
+    q, k, v = (tensor.contiguous() for tensor in packed.operands())
+    out, lse = torch_npu.npu_fused_infer_attention_score_v2(
+        q,
+        k,
+        v,
+        actual_seq_qlen=packed.ends_q,
+        actual_seq_kvlen=packed.ends_k,
+        num_query_heads=p.heads_q,
+        num_key_value_heads=p.heads_k,
+        input_layout="TND",
+        softmax_scale=float(call.scale),
+        return_softmax_lse=p.return_lse,
+        # Mode 3 is documented for sequences of more keys than queries alone.
+        **_mask(p, call.q.device, band=True),
+    )
+    return packed.spread(out, lse[..., 0] if p.return_lse else None)  # (T, N, 1)
 
-    def _cache_checks(self, p: Problem) -> Iterable[Check]:
-        if p.page_size and not p.packed:
-            multiple = self.PAGE_MULTIPLE
-            if p.seq_q == 1:
-                multiple = self.PAGE_MULTIPLE_OF_ONE_ROW if p.kv_format == "as_q" else self.PAGE_MULTIPLE_OF_INT8
-            yield (
-                p.page_size % multiple != 0 or p.page_size > self.MAX_PAGE,
-                f"page_size is {p.page_size}, and {self.name} takes multiples of {multiple} up to {self.MAX_PAGE} "
-                f"with seq_q {p.seq_q}",
-                "other pages, or backend='reference'",
-            )
-            width = p.heads_k * p.head_dim
-            yield (
-                p.page_layout == "phd" and width > MAX_INTERLEAVED,
-                f"heads_k · head_dim is {width}, and {self.name} takes up to {MAX_INTERLEAVED} where a page's tokens "
-                "come before its heads",
-                "page_layout='hpd', or backend='reference'",
-            )
-        if p.kv_format != "as_q":
-            cached = p.op in ("decode_attention", "paged_attention")
-            yield (
-                p.kv_format != "int8" or p.kv_scales != "token" or p.seq_q > 1 or not cached,
-                f"kv_format is {p.kv_format} with kv_scales {p.kv_scales} in {p.op} of seq_q {p.seq_q}, and "
-                f"{self.name} takes int8 caches with a scale for each token and head, for seq_q 1",
-                "backend='reference'",
-            )
-            yield (
-                p.page_layout == "phd" and p.page_size > 0 and p.heads_k > 1,
-                f"a page's {p.page_size} tokens come before its {p.heads_k} heads, and {self.name} takes scales "
-                "(pages, heads, tokens)",
-                "page_layout='hpd', or backend='reference'",
-            )
-            yield _schema_check(True, "quantised caches", self.name, "key_antiquant_scale")
 
-    def run(self, call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run npu_fused_infer_attention_score; waits for the device if lengths are given. Copies no pages.
+def _pages(p: Problem, name: str, cache: torch.Tensor) -> torch.Tensor:
+    """Return a cache (P, Hk, page, D), or (P, page, Hk · D) if its tokens come before its heads: the same memory.
 
-        Raises:
-            ArgumentError: Pages are not contiguous, or too many."""
-        import torch_npu
+    Scales (P, Hk, page) are returned as they are.
 
-        p = call.problem
-        if p.packed:
-            return self._run_packed(call)
-        attending = _attending_rows(call)
-        # A single row's own length is documented as ignored.
-        lengths_q = None if p.seq_q == 1 else _host_lengths(call.seqlens_q, p.seq_q)
-        lengths_k = _host_lengths(call.seqlens_k, p.seq_k)
-        # Tokens before heads, where the caller has them so: a cache is not copied.
-        tokens_first = p.layout == "bshd" and not p.page_size and p.heads_q * p.head_dim < MAX_INTERLEAVED
-        axes = (1, 2) if tokens_first else (0, 0)
-        given: dict[str, Any] = {}
-        k, v = call.k, call.v
-        if call.page_table is not None:
-            k, v = self._pages(call, "k"), self._pages(call, "v")
-            given = {"block_table": _block_table(call), "block_size": p.page_size}
-        if call.k_scale is not None and call.v_scale is not None:
-            mode = PAGED_TOKEN_AND_HEAD if p.page_size else TOKEN_AND_HEAD
-            given |= {"key_antiquant_scale": call.k_scale.contiguous(), "key_antiquant_mode": mode}
-            given |= {"value_antiquant_scale": call.v_scale.contiguous(), "value_antiquant_mode": mode}
-        out, lse = torch_npu.npu_fused_infer_attention_score(
-            call.q.transpose(*axes).contiguous(),  # documented: no support for strided tensors
-            k.transpose(*axes).contiguous(),
-            v.transpose(*axes).contiguous(),
-            actual_seq_lengths=lengths_q,
-            actual_seq_lengths_kv=lengths_k,
-            num_heads=p.heads_q,
-            num_key_value_heads=p.heads_k,
-            input_layout="BSND" if tokens_first else "BNSD",
-            scale=float(call.scale),  # its default is 1.0, not 1/√D
-            inner_precise=ROWS_MAY_BE_EMPTY if attending is not None and p.seq_q > 1 else 0,
-            softmax_lse_flag=p.return_lse,
-            **(_row_mask(call) if p.window and p.seq_q == 1 else _mask(p, call.q.device)),
-            **given,
-        )
-        out = out.transpose(*axes)
-        lse = lse[..., 0] if p.return_lse else None  # (B, N, Sq, 1)
-        if attending is not None:
-            idle = ~attending[:, None, :]  # (B, 1, Sq)
-            out = out.masked_fill(idle[..., None], 0.0)
-            lse = None if lse is None else lse.masked_fill(idle, -math.inf)
-        return out, lse
-
-    def _run_packed(self, call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
-        import torch_npu
-
-        p, packed = call.problem, _PackedRows(call)
-        if not packed.ends_q or not packed.ends_q[-1]:
-            return packed.spread(*packed.nothing())
-        q, k, v = (tensor.contiguous() for tensor in packed.operands())
-        out, lse = torch_npu.npu_fused_infer_attention_score_v2(
-            q,
-            k,
-            v,
-            actual_seq_qlen=packed.ends_q,
-            actual_seq_kvlen=packed.ends_k,
-            num_query_heads=p.heads_q,
-            num_key_value_heads=p.heads_k,
-            input_layout="TND",
-            softmax_scale=float(call.scale),
-            return_softmax_lse=p.return_lse,
-            # Mode 3 is documented for sequences of more keys than queries alone.
-            **_mask(p, call.q.device, band=True),
-        )
-        return packed.spread(out, lse[..., 0] if p.return_lse else None)  # (T, N, 1)
-
-    def _pages(self, call: Call, name: str) -> torch.Tensor:
-        """Return a cache (P, Hk, page, D), or (P, page, Hk · D) if its tokens come before its heads: the same memory.
-
-        Raises:
-            ArgumentError: The cache is not contiguous, or too large for a single row."""
-        p, cache = call.problem, getattr(call, name)
-        tokens_first = p.page_layout == "phd"
-        pages = cache.transpose(1, 2) if tokens_first else cache
-        if not pages.is_contiguous():
-            limit = f"must be contiguous for {self.name}: the cache is not copied; backend='reference' takes it"
-            raise ArgumentError(p.op, f"{name}_pages.stride()", tuple(pages.stride()), limit)
-        if p.seq_q == 1 and pages.numel() > self.MAX_CACHE:
-            limit = f"must be at most {self.MAX_CACHE} for {self.name} with seq_q 1; backend='reference' takes it"
-            raise ArgumentError(p.op, f"{name}_pages.numel()", pages.numel(), limit)
-        return pages.flatten(2) if tokens_first else pages
+    Raises:
+        ArgumentError: The cache is not contiguous, or too large for a single row."""
+    tokens_first = p.page_layout == "phd" and cache.ndim == 4
+    pages = cache.transpose(1, 2) if tokens_first else cache
+    if not pages.is_contiguous():
+        limit = f"must be contiguous for {INFER}: the cache is not copied; backend='reference' takes it"
+        raise ArgumentError(p.op, f"{name}_pages.stride()", tuple(pages.stride()), limit)
+    if p.seq_q == 1 and pages.numel() > MAX_CACHE:
+        limit = f"must be at most {MAX_CACHE} for {INFER} with seq_q 1; backend='reference' takes it"
+        raise ArgumentError(p.op, f"{name}_pages.numel()", pages.numel(), limit)
+    return pages.flatten(2) if tokens_first else pages
 
 
 def _fused(
@@ -480,12 +244,15 @@ def _differentiable_lse() -> Any:
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
             q, k, sinks, lse, ctx.scale, ctx.attend = inputs
-            ctx.save_for_backward(q, k, sinks, lse)
+            ctx.save_for_backward(q, k, lse, sinks)
 
         @staticmethod
         @torch.autograd.function.once_differentiable
         def backward(ctx: Any, grad_lse: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-            q, k, sinks, lse = (None if tensor is None else tensor.detach() for tensor in ctx.saved_tensors)
+            q, k, lse, sinks = ctx.saved_tensors
+            q, k, lse = q.detach(), k.detach(), lse.detach()
+            if sinks is not None:
+                sinks = sinks.detach()
             weight = (ctx.scale * grad_lse)[..., None]  # [B, Hq, Sq, 1], or [T, Hq, 1]
             grad_q = grad_k = grad_sinks = None
             if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
@@ -522,7 +289,7 @@ class _PackedRows:
         self._k: list[tuple[int, int]] = []
         for (first, end), keys in zip(self._sequences, _spans(bounds_k, p.total_k or 0, p.seq_k), strict=True):
             if keys[0] < keys[1]:
-                blind = _blind_rows(p, end - first, keys[1] - keys[0])
+                blind = blind_rows(p, end - first, keys[1] - keys[0])
                 self._q.append((min(first + blind, end), end))
                 self._k.append(keys)
         self.ends_q, self.ends_k = _ends(self._q), _ends(self._k)
@@ -573,7 +340,7 @@ def _ends(spans: list[tuple[int, int]]) -> list[int]:
 def _index(spans: list[tuple[int, int]], device: torch.device) -> torch.Tensor:
     import torch
 
-    return torch.tensor([row for first, end in spans for row in range(first, end)], dtype=torch.long).to(device)
+    return torch.cat([torch.arange(0), *(torch.arange(first, end) for first, end in spans)]).to(device)
 
 
 def _rows_of(tensor: torch.Tensor, spans: list[tuple[int, int]]) -> torch.Tensor:
@@ -591,7 +358,7 @@ def _right_side(p: Problem) -> int:
     return EVERY_TOKEN if p.window_right == -1 else p.window_right
 
 
-def _blind_rows(p: Problem, rows: int, keys: int) -> int:
+def blind_rows(p: Problem, rows: int, keys: int) -> int:
     """Return how many of a sequence's first rows see no key."""
     return 0 if p.causal == "top_left" else min(max(rows - keys - _right_side(p), 0), rows)
 
@@ -684,7 +451,7 @@ def _attending_rows(call: Call) -> torch.Tensor | None:
     import torch
 
     p = call.problem
-    if call.seqlens_q is None and call.seqlens_k is None and not _blind_rows(p, p.seq_q, p.seq_k):
+    if call.seqlens_q is None and call.seqlens_k is None and not blind_rows(p, p.seq_q, p.seq_k):
         return None
     rows = torch.arange(p.seq_q, device=call.q.device)  # [Sq]
 
@@ -697,74 +464,3 @@ def _attending_rows(call: Call) -> torch.Tensor | None:
     if p.causal != "top_left":
         attending &= rows + end_k - end_q + _right_side(p) >= 0  # the last valid row's position is the last valid key
     return attending
-
-
-def registered_arguments(function: str) -> frozenset[str] | None:
-    """Return the arguments of an operator of the loaded torch_npu, none if it lacks the operator; None if not loaded.
-
-    Plans for a machine without torch_npu are made for the newest documented one."""
-    if "torch_npu" not in sys.modules:
-        return None
-    import torch
-
-    operator = getattr(torch.ops.npu, function, None)
-    return frozenset() if operator is None else frozenset(a.name for a in operator.default._schema.arguments)
-
-
-def _schema_check(asked: bool, feature: str, function: str, *arguments: str) -> Check:
-    """Return a check that holds if a feature is asked for whose arguments the loaded torch_npu does not have."""
-    known = registered_arguments(function) if asked else None
-    if known is None:
-        return False, "", ""
-    missing = [name for name in arguments if name not in known]
-    lacks = f"no {', '.join(missing)} in {function}" if known else f"no {function}"
-    version = getattr(sys.modules["torch_npu"], "__version__", "")
-    reason = f"{feature} asked for, and torch_npu {version} has {lacks}"
-    return not known or bool(missing), reason, "a newer torch_npu, or backend='reference'"
-
-
-def _arch_check(path: str, target: Target) -> Check:
-    arch = target.arch.name
-    return (
-        not any(fnmatch.fnmatchcase(arch, pattern) for pattern in SUPPORTED_ARCHES),
-        f"arch is {arch}, and {path} is documented for {', '.join(SUPPORTED_ARCHES)} (Atlas A2 and A3)",
-        "backend='reference'",
-    )
-
-
-def _padding_check(path: str, p: Problem, names: tuple[str, ...]) -> Check:
-    given = [name for name in names if getattr(p, name)]
-    what = "lengths or left padding" if "seqlens_k" in names else "left padding (one amount serves a whole batch)"
-    reason = f"{', '.join(given)} given, and {path} takes no per-sequence {what}"
-    return bool(given), reason, "backend='reference'"
-
-
-def _empty_check(path: str, p: Problem) -> Check:
-    empty = [name for name in ("batch", "seq_q", "seq_k", "total_q", "total_k") if getattr(p, name) == 0]
-    reason = f"{', '.join(empty)} is 0, and {path} takes sizes from 1"
-    return bool(empty), reason, "backend='reference' gives zeros"
-
-
-def _blind_rows_check(path: str, p: Problem) -> Check:
-    blind = 0 if p.packed else _blind_rows(p, p.seq_q, p.seq_k)
-    mask = "causal bottom-right" if p.causal != "none" else f"window ({p.window_left}, {p.window_right})"
-    return (
-        blind > 0,
-        f"{mask} with seq_q {p.seq_q} over seq_k {p.seq_k} leaves the first {blind} rows without a key, and what "
-        f"{path} gives for them is not documented",
-        "drop those rows, or backend='reference'",
-    )
-
-
-def _band_check(path: str, p: Problem) -> Check:
-    uneven = p.packed or p.padded or p.seq_q != p.seq_k
-    return (
-        p.window and p.causal == "top_left" and uneven,
-        f"window ({p.window_left}, {p.window_right}) beside causal top-left with seq_q {p.seq_q} and seq_k {p.seq_k}, "
-        f"and a band of {path} lies at the lower right corner",
-        "sequences of one length, or backend='reference'",
-    )
-
-
-def _limit(path: str, what: str, value: int, most: int) -> Check:
-    return value > most, f"{what} is {value}, and {path} takes up to {most}", "backend='reference'"

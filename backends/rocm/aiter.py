@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from portattn.schema.problem import Problem
     from portattn.schema.target import Target
 
-DISTRIBUTIONS = ("amd-aiter", "aiter")  # the second name is of releases before 0.1.5, and of another project
+DISTRIBUTIONS = ("amd-aiter", "aiter")  # the second name is of releases up to 0.1.6, and of another project
 ARCHES = ("gfx942", "gfx950")
 DTYPES = ("fp16", "bf16")
 MAX_HEAD_DIM = 256
@@ -69,7 +69,7 @@ _WINDOWED = ("flash_attn_func",)
 
 
 class RecordedSignature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One function's parameters in some releases, as Python's text."""
+    """A function's parameters in some releases, as Python's text."""
 
     function: str
     file: str
@@ -142,6 +142,11 @@ def _version(distribution: str) -> str | None:
         return None
 
 
+def _installed_name() -> str:
+    found = find_installation()
+    return "aiter" if found is None else f"aiter {found.version}"
+
+
 def find_signature(function: str) -> tuple[RecordedSignature | None, str]:
     """Return the recorded signature of the installed function; or None and the reason that forbids a call."""
     found = find_installation()
@@ -152,7 +157,7 @@ def find_signature(function: str) -> tuple[RecordedSignature | None, str]:
     for row in rows:
         if texts.get(row.file) == row.parameters:
             return row, ""
-    who = f"aiter {found.version}"
+    who = _installed_name()
     if not texts:
         return None, f"{who}: it has no {function} in {' or '.join(dict.fromkeys(row.file for row in rows))}"
     release = found.version.partition("+")[0]
@@ -216,15 +221,11 @@ class AiterPath(VendorPath):
             *_mask_checks(function, p),
             *_training_checks(function, p),
             *(_latent_checks(p, signature) if p.op == "mla_attention" else _width_checks(function, p)),
-            (
-                p.op == "paged_attention" and p.return_lse,
-                f"return_lse is True, and {function} returns no LSE",
-                "return_lse=False, or backend='reference'",
-            ),
+            *(_page_checks(function, p) if p.op == "paged_attention" else ()),
             (bool(lacks), lacks, "install an amd-aiter of backends/rocm/aiter.toml"),
             (
                 bool(missing),
-                f"aiter {getattr(find_installation(), 'version', '')}: {function} has no parameter {', '.join(missing)}",
+                f"{_installed_name()}: {function} has no parameter {', '.join(missing)}",
                 "a later amd-aiter",
             ),
         )
@@ -235,7 +236,7 @@ class AiterPath(VendorPath):
         if signature is None:
             raise RuntimeError(lacks)
         module = importlib.import_module("aiter." + signature.file.removesuffix(".py").replace("/", "."))
-        return _RUNS[call.problem.op](getattr(module, signature.function), call, signature.names)
+        return _RUNS[call.problem.op](getattr(module, signature.function), call)
 
 
 _NEVER: Check = (False, "", "")
@@ -295,7 +296,6 @@ def _training_checks(function: str, p: Problem) -> tuple[Check, ...]:
 def _width_checks(function: str, p: Problem) -> tuple[Check, ...]:
     pair, widest = (p.head_dim, p.head_dim_v), max(p.head_dim, p.head_dim_v)
     unequal = UNEQUAL_HEAD_DIMS if p.op != "paged_attention" else ()
-    found = find_installation()
     return (
         (
             widest > MAX_HEAD_DIM,
@@ -308,17 +308,27 @@ def _width_checks(function: str, p: Problem) -> tuple[Check, ...]:
             f"{', '.join(f'{q} with {v}' for q, v in unequal) or 'keys and values of one width'}",
             "backend='reference'",
         ),
+    )
+
+
+def _page_checks(function: str, p: Problem) -> tuple[Check, ...]:
+    found = find_installation()
+    return (
         (
-            p.op == "paged_attention" and (p.page_size <= TILE_KEYS or p.page_size & (p.page_size - 1) != 0),
+            p.page_size <= TILE_KEYS or p.page_size & (p.page_size - 1) != 0,
             f"page_size is {p.page_size}, and {function} masks its tiles of {TILE_KEYS} keys only in pages of 128, "
             "256, …: NaN in unused places of another page would spread",
             "backend='reference'",
         ),
         (
-            p.op == "paged_attention" and found is not None and found.release < TILES_OF_64_SINCE,
-            f"aiter {getattr(found, 'version', '')}: {function} masks no tiles before "
-            f"{'.'.join(map(str, TILES_OF_64_SINCE))}",
-            "backend='reference'",
+            found is not None and found.release < TILES_OF_64_SINCE,
+            f"{_installed_name()}: {function} masks no tiles before {'.'.join(map(str, TILES_OF_64_SINCE))}",
+            "a later amd-aiter",
+        ),
+        (
+            p.return_lse,
+            f"return_lse is True, and {function} returns no LSE",
+            "return_lse=False, or backend='reference'",
         ),
     )
 
@@ -347,13 +357,13 @@ def _latent_checks(p: Problem, signature: RecordedSignature | None) -> tuple[Che
         # Releases without this parameter return the LSE's memory unwritten.
         (
             p.return_lse and signature is not None and "page_size" not in signature.names,
-            f"return_lse is True, and aiter {getattr(find_installation(), 'version', '')}: mla_decode_fwd writes no LSE",
+            f"return_lse is True, and {_installed_name()}: mla_decode_fwd writes no LSE",
             "return_lse=False, or a later amd-aiter",
         ),
     )
 
 
-def _dense(attend: Callable[..., Any], call: Call, names: tuple[str, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _dense(attend: Callable[..., Any], call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
     p = call.problem
     q, k, v = (tensor.transpose(1, 2) for tensor in (call.q, call.k, call.v))
     if p.window_left >= 0:  # without the keys before the first row's window
@@ -363,7 +373,7 @@ def _dense(attend: Callable[..., Any], call: Call, names: tuple[str, ...]) -> tu
     return out.transpose(1, 2), lse if p.return_lse else None
 
 
-def _packed(attend: Callable[..., Any], call: Call, names: tuple[str, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _packed(attend: Callable[..., Any], call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
     p = call.problem
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (call.q, call.k, call.v))
     assert call.cu_seqlens_q is not None
@@ -378,7 +388,7 @@ def _packed(attend: Callable[..., Any], call: Call, names: tuple[str, ...]) -> t
     return out.transpose(0, 1)[None], lse[None] if lse is not None and p.return_lse else None
 
 
-def _paged(attend: Callable[..., Any], call: Call, names: tuple[str, ...]) -> tuple[torch.Tensor, None]:
+def _paged(attend: Callable[..., Any], call: Call) -> tuple[torch.Tensor, None]:
     import torch
 
     p = call.problem
@@ -395,7 +405,7 @@ def _paged(attend: Callable[..., Any], call: Call, names: tuple[str, ...]) -> tu
     return _as_called(call, out), None
 
 
-def _latent(attend: Callable[..., Any], call: Call, names: tuple[str, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _latent(attend: Callable[..., Any], call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
     import torch
 
     p = call.problem
@@ -431,7 +441,7 @@ def _flash_arguments(call: Call) -> dict[str, Any]:
     given: dict[str, Any] = {
         "softmax_scale": call.scale, "causal": p.causal != "none", "return_lse": p.return_lse or p.needs_grad,
         # Two sides: a third one, of releases from 0.1.8, counts leading keys that every row sees.
-        "window_size": (p.window_left, 0 if p.causal != "none" and p.window_left >= 0 else p.window_right),
+        "window_size": (p.window_left, p.window_right),
     }  # fmt: skip
     if call.alibi_slopes is not None:
         given["alibi_slopes"] = call.alibi_slopes.contiguous()

@@ -89,7 +89,7 @@ def plan(
             one["bound"] = least
         output.emit_json(shown if len(shown) > 1 else shown[0])
     else:
-        told = [_said(least) for least in bounds] or [""] * len(made)
+        told = [f"\n{least.explain()}" for least in bounds] or [""] * len(made)
         click.echo("\n\n".join(one.explain() + more for one, more in zip(made, told, strict=True)))
         lines = display_text.of_plans(made)
         if lines and not explained:
@@ -114,22 +114,6 @@ def _bound(made: Plan, where: Target) -> LowerBound:
         return bound.of_plan(core, where, worker, BOUND_SECONDS)
     finally:
         worker.close()
-
-
-def _said(least: LowerBound) -> str:
-    """Return a bound as text: microseconds by resource, then one step of one program."""
-
-    def listed(numbers: dict[str, float], digits: int) -> str:
-        return ", ".join(f"{name} {number:.{digits}f}" for name, number in numbers.items() if number)
-
-    costs = least.costs
-    return "\n".join((
-        "", f"  bound: the portable core takes at least {least.us:.1f} µs, by {least.binding}",
-        f"    µs: {listed(least.times, 1)}",
-        f"    {least.programs} programs, {costs.programs} a core at a time; {least.steps} steps; {least.bytes} bytes",
-        f"    a step, cycles of a core: {listed(costs.cycles, 0)}; of a program alone: {costs.alone:.0f}",
-        f"    a step, instructions of a warp: {listed(costs.counts, 0)}; scratchpad bytes: {costs.scratchpad_bytes}",
-    ))  # fmt: skip
 
 
 @click.command()

@@ -61,6 +61,25 @@ class LowerBound(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int  # that the problem must move
     costs: Costs
 
+    def __str__(self) -> str:
+        return f"at least {self.us:.1f} µs, by {self.binding}"
+
+    def explain(self) -> str:
+        """Return the bound as text: microseconds by resource, then one step of one program."""
+        costs = self.costs
+        return "\n".join((
+            f"  bound: the portable core takes {self}",
+            f"    µs: {_listed(self.times, 1)}",
+            f"    {self.programs} programs, {costs.programs} a core at a time; {self.steps} steps; {self.bytes} bytes",
+            f"    a step, a core's cycles: {_listed(costs.cycles, 0)}; of a program alone: {costs.alone:.0f}",
+            f"    a step, a warp's instructions: {_listed(costs.counts, 0)}",
+            f"    a step, bytes of the scratchpad: {costs.scratchpad_bytes}",
+        ))  # fmt: skip
+
+
+def _listed(numbers: Mapping[str, float], digits: int) -> str:
+    return ", ".join(f"{name} {number:.{digits}f}" for name, number in numbers.items() if number)
+
 
 def rates_of(target: Target) -> UnitRates:
     if target.arch.rates is None:
@@ -82,7 +101,8 @@ def costs(text: str, call: KernelCall, facts: Mapping[str, Any], target: Target)
     if not any(loop.operations() for loop, _ in found):
         raise NoBound(f"{call.function}: its code has no matrix instructions, which a bound counts steps by")
     each = [_cycles(loop, warps, rates) for loop, _ in found]
-    steps = [max(round(share), 1) for _, share in found]
+    # Unrolled, a round has more steps; a part of a step more is work that several warps repeat.
+    steps = [max(int(share + 1e-6), 1) for _, share in found]
     # A step runs in one of the loops, such as with a mask and without: it costs at least the least of them.
     cycles = {unit: min(one[unit] / n for one, n in zip(each, steps, strict=True)) for unit in each[0]}
     alone = min(

@@ -22,6 +22,7 @@ _WIDTHS = {"b8": 1, "u8": 1, "i8": 1, "b16": 2, "u16": 2, "b32": 4, "b64": 8, "b
 # Sources: CUDA programming guide, throughput of native arithmetic instructions; Nsight Compute, pipelines: ALU.
 _HALF_RATE = ("FMNMX", "FSETP", "FSET", "ISETP", "IMNMX", "VIMNMX", "IADD3", "LOP3", "SHF", "PRMT", "LEA", "F2FP")
 _TRANSCENDENTAL = re.compile(r"v_(?:exp|log|rcp|rsq|sqrt|sin|cos)_")
+LEAST_SHARE = 0.25  # of a loop's products, on the path through it: a form of the tile for each of up to four masks
 _REGISTERS = re.compile(r"\b([av])(?:\[(\d+):(\d+)\]|(\d+)\b)")
 
 
@@ -90,15 +91,27 @@ def instructions_of_key_loop(text: str) -> int:
 
 
 def _loop(lines: Sequence[WarpInstruction], labels: Mapping[str, int], begin: int, end: int) -> KeyLoop:
-    """Return a loop without the instructions that a conditional branch within it may skip, products excepted."""
+    """Return a loop by the path that takes every conditional branch forward, or, where that skips most products, by
+    the one that takes only those which skip none."""
+    shortest = _path(lines, labels, begin, end, products=True)
+    loop = KeyLoop(shortest, end + 1 - begin)
+    others = KeyLoop(_path(lines, labels, begin, end, products=False), loop.whole)
+    return loop if loop.operations() >= LEAST_SHARE * others.operations() else others
+
+
+def _path(
+    lines: Sequence[WarpInstruction], labels: Mapping[str, int], begin: int, end: int, products: bool
+) -> tuple[WarpInstruction, ...]:
+    """Return instructions along the branches forward; `products`: also along conditional ones that skip products."""
     kept, place = [], begin
     while place <= end:
         one = lines[place]
         kept.append(one)
-        there = labels.get(one.target, -1) if one.conditional else -1
+        there = labels.get(one.target, -1)
         skipped = lines[place + 1 : there] if place < there <= end else ()
-        place = there if skipped and all(other.unit != "matrix" for other in skipped) else place + 1
-    return KeyLoop(tuple(kept), end + 1 - begin)
+        taken = products or not one.conditional or all(other.unit != "matrix" for other in skipped)
+        place = there if skipped and taken else place + 1
+    return tuple(kept)
 
 
 def parse(text: str) -> tuple[list[WarpInstruction], dict[str, int]]:

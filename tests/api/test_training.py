@@ -309,8 +309,10 @@ def test_a_compiled_call_has_the_eager_ones_gradients(monkeypatch):
 
 @pytest.mark.parametrize("backend", [KERNELS, "reference"])
 def test_gradients_of_several_results_at_once(backend):
+    """torch maps the backward pass over them, as it does for a Jacobian."""
     q, k, v = qkv()
-    out, lse = portattn.attention(q, k, v, causal=True, return_lse=True, backend=backend)
+    dropped = {"dropout_p": 0.4, "dropout_seed": torch.tensor([3])}
+    out, lse = portattn.attention(q, k, v, causal=True, return_lse=True, backend=backend, **dropped)
     towards, of_lse = torch.randn(3, *out.shape), torch.randn(3, *lse.shape)
     found = torch.autograd.grad((out, lse), (q, k, v), (towards, of_lse), is_grads_batched=True, retain_graph=True)
     for i in range(3):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from backend_packages import install_example
 from places import DOCS
 
 import portattn.backends.ascend
@@ -242,19 +243,7 @@ def test_every_vendor_path_is_on_the_page():
 
 @pytest.fixture
 def example(tmp_path):
-    """The example package as an installed distribution: its files, and the metadata that an installer writes."""
-    files = dict(re.findall(r"^`([\w./]+)`:\n\n```\w+\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL))
-    assert set(files) == {"pyproject.toml", "portattn_acme/arches.toml", "portattn_acme/__init__.py"}
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text, encoding="utf-8")
-    points = re.search(r'entry-points\."(portattn\.backends)"\]\n(.*?)\n\n', files["pyproject.toml"], re.DOTALL)
-    metadata = tmp_path / "portattn_acme-0.1.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: portattn-acme\nVersion: 0.1\n")
-    entry = points[2].replace('"', "")
-    (metadata / "entry_points.txt").write_text(f"[{points[1]}]\n{entry}\n")
-    return tmp_path
+    return install_example(tmp_path)
 
 
 def python(script, folder):
@@ -269,23 +258,6 @@ def python(script, folder):
 def test_the_example_prints_what_the_page_says(example):
     console = re.search(r'^\$ python -c "\n(.*?)^"\n(.*?)^```', TEXT, re.MULTILINE | re.DOTALL)
     assert python(console[1], example) == console[2]
-
-
-def test_the_examples_path_runs(example):
-    script = """
-import torch
-from portattn import Problem
-from portattn.schema.call import Call
-from portattn.planning.registry import Registry
-backend = Registry.load().backends["acme"]
-assert backend.detect() is None
-p = Problem(batch=1, heads_q=2, heads_k=2, seq_q=3, seq_k=5, head_dim=8, dtype="fp32", return_lse=True)
-q, k, v = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
-out, lse = backend.vendor[0].run(Call(problem=p, q=q, k=k, v=v, scale=0.5))
-torch.testing.assert_close(out, torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=0.5))
-print(tuple(lse.shape))
-"""
-    assert python(script, example) == "(1, 2, 3)\n"
 
 
 FLAGS = """

@@ -26,13 +26,15 @@ from portattn.api import dispatch  # noqa: E402
 from portattn.launch.torch_compat import chip_name, current_accelerator, runtime, timed_device  # noqa: E402
 from portattn.schema.problem import Problem  # noqa: E402
 from portattn.testing import tolerance  # noqa: E402
+from portattn.tools.bench.rounds import DeviceClock  # noqa: E402
+from portattn.tools.tune.race import DeviceSampleClock  # noqa: E402
 
 DEVICE = f"{NAME}:1"
 DENSE = Problem(
     batch=2, heads_q=4, heads_k=2, seq_q=5, seq_k=7, head_dim=16, head_dim_v=16, dtype="fp32", causal="bottom_right",
     return_lse=True,
 )  # fmt: skip
-Case = Callable[[], object]
+Case = Callable[[], str]
 CASES: dict[str, Case] = {}
 
 
@@ -42,29 +44,33 @@ def case(function: Case) -> Case:
 
 
 def run_case(function: Case) -> dict[str, Any]:
-    """Return the finding of a case, the path of its last call, and the fall-backs that it was told of."""
     dispatch._warned.clear()  # each case is to be told
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             found = function()
-        except Exception as error:  # noqa: BLE001 - a finding, with the place
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            found = f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
+        except Exception as error:  # noqa: BLE001 - a finding
+            found = "".join(traceback.format_exception(error))[-2000:]
     told = [str(one.message) for one in caught if issubclass(one.category, portattn.FallbackWarning)]
     plan = portattn.last_plan()
     return {"found": found, "path": plan.path if plan else "", "fell_back": told}
 
 
-def random_call(problem: Problem) -> Any:
-    return tolerance.random_call(problem, seed=3, device=DEVICE)
+def given_of(problem: Problem, device: str = DEVICE) -> dict[str, Any]:
+    return opcalls.given(tolerance.random_call(problem, seed=3, device=device))
+
+
+def same(found: Any, expected: Any) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one.cpu(), other.cpu())
 
 
 def of_op(name: str, **fields: Any) -> Case:
     """Return a case of a random call, with NaN wherever nothing may be read, against float64."""
 
     def run() -> str:
-        call = random_call(opcalls.problem(name, **fields))
+        call = tolerance.random_call(opcalls.problem(name, **fields), seed=3, device=DEVICE)
         out, lse = opcalls.perform(call.problem.op, opcalls.given(call))
         assert out.device == lse.device == torch.device(DEVICE)
         opcalls.assert_right(tolerance.on_cpu(call), out.cpu().contiguous(), lse.cpu().contiguous())
@@ -73,52 +79,46 @@ def of_op(name: str, **fields: Any) -> Case:
     return run
 
 
+PLAIN = dict.fromkeys(opcalls.LENGTHS, False) | {"head_dim_v": 16, "dtype": "fp16"}
+DECODE = {"leftpad_k": False, "seq_q": 1, "head_dim_v": 16, "dtype": "fp16"}
+DENSE_CASES = {
+    "dense": {}, "causal": {"causal": "bottom_right"}, "top left": {"causal": "top_left"}, "bshd": {"layout": "bshd"},
+    "right padding": {"seqlens_q": True, "seqlens_k": True, "causal": "bottom_right"}, "empty batch": {"batch": 0},
+    "no keys": {"seq_k": 0}, "equal heads": {"heads_k": 4}, "window": {"window_left": 4}, "softcap": {"softcap": True},
+    "bias": {"bias": True}, "sinks": {"sinks": True}, "alibi": {"alibi_slopes": True}, "mask": {"mask": True},
+}  # fmt: skip
 for name in opcalls.CALLS:
     for dtype in ("fp32", "fp16"):
         CASES[f"{name} {dtype}"] = of_op(name, dtype=dtype, head_dim_v=opcalls.CALLS[name].get("head_dim_v", 16))
-PLAIN = dict.fromkeys(opcalls.LENGTHS, False) | {"head_dim_v": 16, "dtype": "fp16"}
-DECODE = {"leftpad_k": False, "seq_q": 1, "head_dim_v": 16, "dtype": "fp16"}
-CASES |= {
-    "dense": of_op("attention", **PLAIN), "causal": of_op("attention", **PLAIN, causal="bottom_right"),
-    "top left": of_op("attention", **PLAIN, causal="top_left"),
-    "right padding": of_op("attention", **PLAIN | {"seqlens_q": True, "seqlens_k": True}, causal="bottom_right"),
+CASES |= {name: of_op("attention", **PLAIN | fields) for name, fields in DENSE_CASES.items()} | {
     "decode plain": of_op("decode", **DECODE), "decode rows": of_op("decode", **DECODE | {"seq_q": 3}),
-    "bshd": of_op("attention", **PLAIN, layout="bshd"), "empty batch": of_op("attention", **PLAIN | {"batch": 0}),
-    "equal heads": of_op("attention", **PLAIN, heads_k=4), "no keys": of_op("attention", **PLAIN | {"seq_k": 0}),
+    "large pages": of_op("paged", head_dim_v=16, dtype="fp16", seq_q=1, seq_k=384, page_size=128),
 }  # fmt: skip
-for name, fields in {
-    "window": {"window_left": 4}, "softcap": {"softcap": True}, "bias": {"bias": True}, "sinks": {"sinks": True},
-    "alibi": {"alibi_slopes": True}, "mask": {"mask": True},
-}.items():  # fmt: skip
-    CASES[name] = of_op("attention", **PLAIN, **fields)
 
 
 @case
 def inference_mode() -> str:
     with torch.inference_mode():
-        return str(CASES["causal"]())
+        return CASES["causal"]()
 
 
 @case
 def side_stream() -> str:
-    stream = torch.Stream(device=DEVICE)
-    with stream:
-        found = str(CASES["causal"]())
+    with torch.Stream(device=DEVICE) as stream:
+        found = CASES["causal"]()
         assert torch.accelerator.current_stream(DEVICE) == stream
+        assert runtime(NAME).stream(1) == stream.native_handle
     return found
 
 
 @case
 def autocast() -> str:
     """Halves under autocast, as scaled_dot_product_attention."""
-    call = random_call(DENSE)
-    given = opcalls.given(call)
+    given = given_of(DENSE)
     halves = {n: t.half() if isinstance(t, torch.Tensor) else t for n, t in given.items()}
     with torch.autocast(NAME, dtype=torch.float16):
-        out, lse = portattn.attention(**given)
-    assert out.dtype == torch.float16, out.dtype
-    for one, other in zip((out, lse), portattn.attention(**halves), strict=True):
-        assert torch.equal(one.cpu(), other.cpu())
+        found = portattn.attention(**given)
+    same(found, portattn.attention(**halves))
     with torch.autocast(NAME, dtype=torch.float16, enabled=False):
         assert portattn.attention(**given)[0].dtype == torch.float32
     return "right"
@@ -127,8 +127,7 @@ def autocast() -> str:
 @case
 def compiled() -> str:
     """In one graph, under autocast too."""
-    call = random_call(DENSE)
-    given = opcalls.given(call)
+    given = given_of(DENSE)
     q, k, v = (given.pop(name) for name in "qkv")
 
     def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
@@ -138,9 +137,7 @@ def compiled() -> str:
     graph = torch.compile(function, backend="aot_eager", fullgraph=True)
     for enabled in (False, True):
         with torch.autocast(NAME, dtype=torch.float16, enabled=enabled):
-            for one, other in zip(graph(q, k, v), function(q, k, v), strict=True):
-                assert one.dtype == other.dtype, (one.dtype, other.dtype)
-                assert torch.equal(one.cpu(), other.cpu())
+            same(graph(q, k, v), function(q, k, v))
     return "right"
 
 
@@ -155,20 +152,35 @@ def vmapped() -> str:
 
 @case
 def trained() -> str:
-    """Gradients of the output, the LSE and both, of each causal alignment."""
+    """Gradients of the output, the LSE and both, of each causal alignment, against float64."""
     for causal in ("none", "top_left", "bottom_right"):
-        for loss in oracle64.LOSSES:
+        for name, loss in oracle64.LOSSES.items():
             call = oracle64.random_call(msgspec.structs.replace(DENSE, causal=causal), device=DEVICE)
             leaves = [tensor.detach().requires_grad_() for tensor in (call.q, call.k, call.v)]
             call = dataclasses.replace(call, **dict(zip("qkv", leaves, strict=True)))
-            out, lse = portattn.attention(**opcalls.given(call))
-            grads = torch.autograd.grad(oracle64.LOSSES[loss](out, lse), leaves, allow_unused=True)
-            for grad, exact in zip(grads, oracle64.gradients(call, loss), strict=True):
-                if grad is None:
-                    assert not exact.any()
-                else:
-                    assert grad.device == call.q.device
-                    torch.testing.assert_close(grad.cpu().double(), exact, rtol=1e-4, atol=1e-5)
+            found = torch.autograd.grad(
+                loss(*portattn.attention(**opcalls.given(call))), leaves, allow_unused=True, materialize_grads=True
+            )
+            for grad, exact in zip(found, oracle64.gradients(call, name), strict=True):
+                torch.testing.assert_close(grad.cpu().double(), exact, rtol=1e-4, atol=1e-5)
+    return "right"
+
+
+@case
+def trained_features() -> str:
+    """Gradients of packed sequences and features as on the CPU, with NaN in the padding."""
+    plain = PLAIN | {"dtype": "fp32"}
+    dense = [("attention", plain | fields) for fields in ({"window_left": 4}, {"sinks": True}, {"bias": True})]
+    for name, fields in (*dense, ("varlen", {"head_dim_v": 16, "causal": "bottom_right"})):
+        found = []
+        for device in ("cpu", DEVICE):
+            given = given_of(opcalls.problem(name, **fields), device)
+            leaves = [given[name].requires_grad_() for name in "qkv"]
+            out, lse = opcalls.perform("varlen_attention" if name == "varlen" else name, given)
+            loss = out.square().sum() + lse.masked_fill(lse.isinf(), 0.0).sin().sum()
+            found.append([grad.cpu() for grad in torch.autograd.grad(loss, leaves)])
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
     return "right"
 
 
@@ -195,33 +207,27 @@ def cache_writes() -> str:
         portattn.append_kv(*rows, *caches, seqlens.to(device))
         tokens = [tensor[0].transpose(0, 1) for tensor in rows]
         portattn.write_pages(*tokens, *pages, slots.to(device), page_layout="hpd")
-        found.append([cache.cpu() for cache in (*caches, *pages)])
-    for one, other in zip(*found, strict=True):
-        assert one.any()
-        assert torch.equal(one, other)
+        found.append([*caches, *pages])
+    assert all(cache.any() for cache in found[0])
+    same(*found)
     return "right"
 
 
 @case
 def planned() -> str:
     """plan(), warmup() on the current device, prepare() and last_plan() tell of one path."""
-    given = opcalls.given(random_call(DENSE))
+    given = given_of(DENSE)
     made = portattn.plan("attention", **given)
     assert current_accelerator() == torch.device(NAME, 0)
     portattn.warmup([{"op": "attention"} | given])
-    handle = portattn.prepare("attention", **given)
-    for one, other in zip(handle.run(**given), portattn.attention(**given), strict=True):
-        assert torch.equal(one.cpu(), other.cpu())
+    same(portattn.prepare("attention", **given).run(**given), portattn.attention(**given))
     assert portattn.last_plan().path == made.path
     return made.target
 
 
 @case
 def timed() -> str:
-    """Events of the device keep the benchmarks' and the tuner's time, and launches find its streams."""
-    from portattn.tools.bench.rounds import DeviceClock
-    from portattn.tools.tune.race import DeviceSampleClock
-
+    """Events of the device keep the benchmarks' and the tuner's time."""
     device = timed_device()
     assert device is not None
     clock, numbers = DeviceClock(device.type), torch.zeros(1 << 12, device=device)
@@ -232,8 +238,6 @@ def timed() -> str:
     assert min(clock.turn_ms(run, "hot", 3, 1.0), *DeviceSampleClock(NAME).samples(run, "hot", True)) > 0.0
     assert clock.peak_extra_bytes(run) is None
     assert clock.lost() == ""
-    with torch.Stream(device=DEVICE) as stream:
-        assert runtime(NAME).stream(1) == stream.native_handle
     return chip_name(device)
 
 

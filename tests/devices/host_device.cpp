@@ -111,6 +111,11 @@ struct HostHooks final : at::PrivateUse1HooksInterface {
   bool isAvailable() const override { return true; }
   c10::DeviceIndex deviceCount() const override { return DEVICES; }
   c10::DeviceIndex getCurrentDevice() const override { return current_device; }
+  void setCurrentDevice(c10::DeviceIndex index) const override { HostGuard().setDevice(c10::Device(DEVICE, index)); }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex index) const override {
+    return HostGuard().exchangeDevice(c10::Device(DEVICE, index)).index();
+  }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex index) const override { return exchangeDevice(index); }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
     auto* impl = storage.unsafeGetStorageImpl();
     OnDevice there(storage.device());
@@ -199,8 +204,4 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage_storage_offset", set_storage);
 }
 
-extern "C" {
-void host_device_register() { at::RegisterPrivateUse1HooksInterface(new HostHooks()); }
-int64_t host_device_current() { return current_device; }
-void host_device_set(int64_t index) { HostGuard().setDevice(c10::Device(DEVICE, index)); }
-}
+extern "C" void host_device_register() { at::RegisterPrivateUse1HooksInterface(new HostHooks()); }

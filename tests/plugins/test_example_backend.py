@@ -104,6 +104,27 @@ def test_its_quirks_are_listed_audited_and_probed(run: Callable[..., Any]) -> No
     assert "a loop has at most 2 stages, and 3 were asked for" in result["off"]["text"]
 
 
+LOG = """
+triton-example 1.1.0.post2
+Traceback (most recent call last):
+  File "/site/portattn_example/adapter.py", line 60, in compile_kernel
+RuntimeError: PassManager::run failed
+"""
+
+
+def test_a_failure_of_its_compiler_is_drafted_for_it(run: Callable[..., Any], tmp_path: Path) -> None:
+    """The log names the compiler, and that its backend; an entry for a compiler of another backend is none."""
+    log, out = tmp_path / "log.txt", tmp_path / "drafts"
+    log.write_text(LOG, encoding="utf-8")
+    line = ("quirks", "new", "--from-log", str(log), "--out", str(out), "--no-replay")
+    refused = run(*line, "--target", "example:one", "--toolchain", "triton==3.6.0", exits=2)
+    assert "must be a version of triton-example" in refused.err
+    run(*line, exits=0)
+    [draft] = (out / "example").glob("*.toml")
+    assert draft.name.startswith("example-0003-"), "its package has two"
+    assert 'toolchain = { triton-example = "==1.1.0.post2" }' in draft.read_text(encoding="utf-8")
+
+
 def test_a_program_of_its_own_is_compiled_and_executed_by_it(run: Callable[..., Any]) -> None:
     """Its adapter compiles the probe's kernel, with an option of its own, and its model runs the code."""
     [result] = run("quirks", "probe", "example-0002", "--json", exits=0).json["results"]

@@ -217,17 +217,6 @@ def test_of_one_result_alone(monkeypatch: pytest.MonkeyPatch, result: int) -> No
         torch.testing.assert_close(torch.zeros_like(b) if a is None else a, b)
 
 
-def test_gradients_of_several_results_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch maps the backward pass over them, as it does for a Jacobian."""
-    function, leaves = checked(*tiny(monkeypatch, "padded", "dropout"))
-    out, _ = function(*leaves)
-    towards = torch.randn(3, *out.shape, generator=torch.Generator().manual_seed(0), dtype=out.dtype)
-    found = torch.autograd.grad(out, leaves, towards, is_grads_batched=True, retain_graph=True)
-    for index, one in enumerate(towards):
-        for a, b in zip(found, torch.autograd.grad(out, leaves, one, retain_graph=True), strict=True):
-            torch.testing.assert_close(a[index], b)
-
-
 def test_what_is_written_to_before_the_backward_pass_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     call, leaves = tiny(monkeypatch, "padded", "plain")
     function, given = checked(call, leaves)

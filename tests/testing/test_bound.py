@@ -64,6 +64,13 @@ def test_the_key_loop_of_amdgcn_and_what_a_branch_may_skip():
     assert read(AMD.replace("size32 0", "size32 1"))[0][-4].amount == 32 * 16
 
 
+def test_of_two_forms_of_a_tile_one_counts_and_a_guarded_tile_counts():
+    product = "\tv_mfma_f32_32x32x8_bf16 a[0:15], v[0:1], v[2:3], 0\n"
+    either = f".LA:\n\ts_cbranch_vccnz .LB\n{product}\ts_branch .LC\n.LB:\n{product}.LC:\n\ts_cbranch_scc1 .LA\n"
+    guarded = f".LA:\n\ts_cbranch_vccnz .LC\n{product}.LC:\n\ts_cbranch_scc1 .LA\n"
+    assert [key_loops(text)[0].operations() for text in (either, guarded)] == [2 * 32 * 32 * 8] * 2
+
+
 def test_the_key_loop_of_sass():
     (loop,) = key_loops(SASS)
     assert [loop.count(unit) for unit in ("matrix", "transcendental", "half_rate", "scratchpad")] == [2, 1, 1, 1]

@@ -53,12 +53,15 @@ def tiny(values: dict[str, list[float]], **fields) -> Call:
         ({"window_left": 1, "causal": "bottom_right"}, [2, 2, 2]),
         ({"window_left": 1, "causal": "top_left"}, [1, 2, 2]),
         ({"window_left": 9, "window_right": 9}, [5, 5, 5]),
+        ({"causal": "bottom_right"}, [3, 4, 5]),
+        ({"causal": "bottom_right"}, [0, 0, 1, 2, 3, 4, 5]),
+        ({"causal": "top_left"}, [1, 2, 3, 4, 5, 5, 5]),
     ],
     ids=str,
 )
 def test_how_many_keys_a_window_shows(fields: dict, seen: list[int]) -> None:
     """With scores of 0 the LSE is the log of their number."""
-    call = tiny({"q": [0.0] * 3, "k": [0.0] * 5, "v": [1.0] * 5}, **fields)
+    call = tiny({"q": [0.0] * len(seen), "k": [0.0] * 5, "v": [1.0] * 5}, **fields)
     for _, lse in (
         oracle(call),
         blockwise.run(replace(call, problem=msgspec.structs.replace(call.problem, return_lse=True))),

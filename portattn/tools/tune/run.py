@@ -112,7 +112,6 @@ def warm_all(
 
 BOUND_GAIN = 0.05  # by which a candidate's bound must be less than the incumbent's
 BOUND_STEP = 0.01
-Bounds = dict[str, dict[str, tuple[float, str]]]
 COMPILING_SHARE = 0.5  # of a budget, where something is to be timed as well
 
 
@@ -299,8 +298,8 @@ class Tuner:
             why = next(filter(None, verdicts), "")
             chosen = own if of.measured or not why else None
         clean = [one for one in entrants if not one.incumbent or not why]
-        bounds = {} if not self.options.by_bound or of.measured else self._bounds(ground, clean)
-        ranked = self._by_bound(own if chosen else None, clean, bounds)
+        by_bound = self.options.by_bound and not of.measured
+        ranked = self._ranked_by_bound(ground, own if chosen else None, clean) if by_bound else []
         for one in ranked or ([chosen] if chosen else sorted(clean, key=search.larger_tiles_first)):
             if one is own is chosen or self.serving(ground, [one]):
                 chosen = one
@@ -312,56 +311,42 @@ class Tuner:
                 else:
                     word = "ruled out" if one.incumbent and why else "compiles"
                 known = search.facts_of(one.built[load.name], self.codes)
-                told = (why if one.incumbent else "") or bounds.get(one.choice.key, {}).get(load.name, (0.0, ""))[1]
+                told = (why if one.incumbent else "") or str(one.bounds.get(load.name, ""))
                 self.note(search.candidate_record(of, load, one.choice, word, told, **known))  # type: ignore[arg-type]
         if chosen is None:
             return self._nothing(ground, "no candidate compiles, fits and does not spill")
-
-        def bound_of(one: search.Entrant | None, name: str) -> float | None:
-            return bounds[one.choice.key][name][0] if one is not None and one.choice.key in bounds else None
-
         known = search.facts_of(chosen.built[of.workloads[0].name], self.codes)
         return Outcome(
             name=of.name, choice=chosen.choice, replaces=not chosen.incumbent, measured=False, incumbent=of.incumbent,
             results=tuple(
-                ProblemResult(problem=name, bound=bound_of(chosen, name), incumbent_bound=bound_of(own, name))
+                ProblemResult(problem=name, bound=chosen.least(name), incumbent_bound=own.least(name) if own else None)
                 for name in (load.name for load in of.workloads)
             ),
             counts=_counts(entrants, ground), reason=why, by_bound=chosen in ranked and chosen is not own, **known,
         )  # fmt: skip
 
-    def _bounds(self, ground: search.Field, entrants: Sequence[search.Entrant]) -> Bounds:
-        """Return (bound in µs, and in words) of each candidate by its key, and by problem."""
-        found: Bounds = {}
-        for one in entrants:
-            for load in ground.of.workloads:
-                built = one.built[load.name]
-                facts = self.codes[built.key].facts or {}
-                least = built.bound(facts) if built.bound is not None else None
-                if least is not None:
-                    told = f"at least {least.us:.1f} µs, by {least.binding}"
-                    found.setdefault(one.choice.key, {})[load.name] = least.us, told
-        return {key: of_one for key, of_one in found.items() if len(of_one) == len(ground.of.workloads)}
-
-    def _by_bound(
-        self, own: search.Entrant | None, entrants: Sequence[search.Entrant], bounds: Bounds
+    def _ranked_by_bound(
+        self, ground: search.Field, own: search.Entrant | None, entrants: Sequence[search.Entrant]
     ) -> list[search.Entrant]:
         """Return candidates whose bounds are less than the incumbent's by BOUND_GAIN, the least first, then it.
 
         Of bounds that differ by less than a step of BOUND_STEP the candidate nearest to the incumbent comes first."""
-        known = [one for one in entrants if one.choice.key in bounds]
+        for one in entrants:
+            bounds = {
+                name: built.bound(self.codes[built.key].facts or {}) if built.bound is not None else None
+                for name, built in one.built.items()
+            }
+            one.bounds = {name: least for name, least in bounds.items() if least is not None}
+        names = [load.name for load in ground.of.workloads]
+        known = [one for one in entrants if len(one.bounds) == len(names)]
         if not known or (own is not None and own not in known):
             return []
-        names = list(bounds[known[0].choice.key])
-        least = [min(bounds[one.choice.key][name][0] for one in known) for name in names]
-
-        def ratio(one: search.Entrant) -> float:
-            return race.mean_ratio([bounds[one.choice.key][name][0] for name in names], least)
-
-        most = (1 - BOUND_GAIN) * ratio(own) if own is not None else float("inf")
+        least = [min(one.bounds[name].us for one in known) for name in names]
+        ratios = {one.choice.key: race.mean_ratio([one.bounds[name].us for name in names], least) for one in known}
+        most = (1 - BOUND_GAIN) * ratios[own.choice.key] if own is not None else float("inf")
         base = own.choice if own is not None else Choice()
-        better = [one for one in known if ratio(one) < most]
-        better.sort(key=lambda one: (int(ratio(one) / BOUND_STEP), one.choice.differs(base)))
+        better = [one for one in known if ratios[one.choice.key] < most]
+        better.sort(key=lambda one: (int(ratios[one.choice.key] / BOUND_STEP), one.choice.differs(base)))
         return better + ([own] if own is not None else [])
 
     def _timed(self, ground: search.Field, entrants: list[search.Entrant], end: float) -> Outcome:

@@ -17,6 +17,7 @@ from portattn.schema.call import Call
 from portattn.schema.lowering import Launch
 from portattn.schema.problem import Problem
 from portattn.schema.target import Target
+from portattn.testing.bound import LowerBound
 from portattn.testing.tolerance import nan_filled_memory
 from portattn.tools.bench.cases import Case
 from portattn.tools.bench.gate import OracleGate, reason
@@ -97,13 +98,17 @@ class TuningDeviceLost(PortattnError):
 
 @dataclass(slots=True)
 class Entrant:
-    """One candidate of a class; built, errors and times are by problem."""
+    """One candidate of a class; built, errors, times and bounds are by problem."""
 
     choice: Choice
     built: dict[str, BuiltCandidate]
     incumbent: bool = False
     errors: dict[str, Errors] = field(default_factory=dict)
     times: dict[str, Times] = field(default_factory=dict)
+    bounds: dict[str, LowerBound] = field(default_factory=dict)
+
+    def least(self, name: str) -> float | None:
+        return self.bounds[name].us if name in self.bounds else None
 
     @property
     def codes(self) -> list[tuple[str, BuiltCandidate]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from portattn.backends.ascend.vendor import NpuFusedInferAttentionScore, NpuFusionAttention
+from portattn.backends.ascend import NpuFusedInferAttentionScore, NpuFusionAttention
 from portattn.schema.call import Call
 from portattn.schema.problem import Problem
 from portattn.testing.oracle import oracle
@@ -21,7 +21,7 @@ PACKED = DENSE | {"op": "varlen_attention", "batch": 4, "seq_q": 9, "seq_k": 12,
 WIDE = PACKED | {"dtype": "bf16", "head_dim": 128}
 TRAIN = {"needs_grad": True, "dtype": "fp32"}
 DECODE = DENSE | {"op": "decode_attention", "seq_q": 1, "seqlens_k": True}
-PAGED = DECODE | {"op": "paged_attention", "batch": 3, "seq_k": 64, "page_size": 16}
+PAGED = DECODE | {"op": "paged_attention", "batch": 3, "seq_k": 64, "page_size": 16, "pages_in_line": True}
 PREFILL = PAGED | {"seq_q": 3, "seq_k": 256, "page_size": 128, "causal": "bottom_right"}
 INT8 = {"kv_format": "int8", "kv_scales": "token"}
 RIGHT = {"causal": "bottom_right"}
@@ -30,6 +30,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "dense": (FUSION, DENSE | TRAIN),
     "dense, top left": (FUSION, DENSE | TRAIN | {"causal": "top_left"}),
     "dense, lower right": (FUSION, DENSE | TRAIN | RIGHT),
+    "dense, many rows": (FUSION, DENSE | TRAIN | RIGHT | {"seq_q": 33, "seq_k": 65, "negative_scale": True}),
     "packed": (FUSION, PACKED | TRAIN),
     "packed, top left": (FUSION, PACKED | TRAIN | {"causal": "top_left"}),
     "packed, lower right": (FUSION, PACKED | TRAIN | RIGHT),
@@ -50,6 +51,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "narrow values, packed": (FUSION, PACKED | TRAIN | {"head_dim_v": 8}),
     "inference": (INFER, DENSE),
     "inference, top left": (INFER, DENSE | {"causal": "top_left", "layout": "bshd"}),
+    "inference, rows without a key": (INFER, DENSE | RIGHT | {"seq_q": 7, "seq_k": 3, "negative_scale": True}),
     "inference, lengths": (INFER, DENSE | RIGHT | {"seqlens_q": True, "seqlens_k": True}),
     "inference, window": (INFER, DENSE | RIGHT | {"window_left": 2, "layout": "bshd", "seqlens_k": True}),
     "inference, rows of 144 bytes": (INFER, DENSE | {"head_dim": 72}),

@@ -13,10 +13,7 @@ import torch
 
 INT_MAX = 2147483647
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
-TYPES: dict[str, tuple[type, ...]] = {
-    "Tensor": (torch.Tensor,), "int": (int,), "float": (float,), "str": (str,), "bool": (bool,),
-    "List[int]": (list,), "List[SymInt]": (list,),
-}  # fmt: skip
+TYPES = {"Tensor": torch.Tensor, "int": int, "float": float, "str": str, "bool": bool, "List[int]": list}
 SCHEMAS = {
     schema.name: schema
     for schema in map(torch._C.parse_schema, (Path(__file__).parent / "schemas.txt").read_text().splitlines())
@@ -31,11 +28,17 @@ def bind(schema: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     assert not given, f"{schema.name} has no {', '.join(given)}"
     for argument in schema.arguments:
         value, kind = bound[argument.name], str(argument.type)
-        optional = kind.startswith("Optional[")
-        wanted = TYPES[kind.removeprefix("Optional[").removesuffix("]") if optional else kind]
-        assert (optional and value is None) or type(value) in wanted or isinstance(value, torch.Tensor), argument.name
-        assert not isinstance(value, torch.Tensor) or torch.Tensor in wanted, argument.name
+        wanted: Any = TYPES[kind.removeprefix("Optional[").removesuffix("]" * kind.startswith("Optional["))]
+        absent = value is None and kind.startswith("Optional[")
+        alike = isinstance(value, torch.Tensor) if wanted is torch.Tensor else type(value) is wanted
+        assert absent or alike, f"{schema.name}: {argument.name} is {value!r}, not {kind}"
     return bound
+
+
+def require(**limits: bool) -> None:
+    """Raise AssertionError with the names of the documented limits that a call breaks."""
+    broken = [name for name, kept in limits.items() if not kept]
+    assert broken == []
 
 
 class VendorKernels(types.ModuleType):
@@ -107,11 +110,8 @@ def scores_of(
     q: torch.Tensor, k: torch.Tensor, scale: float, seen: torch.Tensor, pse: torch.Tensor | None, pse_type: int
 ) -> torch.Tensor:
     products = q.double() @ k.double().repeat_interleave(q.shape[0] // k.shape[0], 0).mT
-    if pse is not None and pse_type == 1:
-        products = products + pse.double()
-    scores = products * scale
-    if pse is not None and pse_type == 0:
-        scores = scores + pse.double()
+    added = torch.zeros(()) if pse is None else pse.double()
+    scores = {0: products * scale + added, 1: (products + added) * scale}[pse_type]
     return scores.masked_fill(~seen, -math.inf)
 
 
@@ -133,14 +133,14 @@ def attend(
 
 
 def gradients_of(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dy: torch.Tensor, scale: float, seen: torch.Tensor,
-    sink: torch.Tensor | None,
+    dy: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, seen: torch.Tensor,
+    pse: torch.Tensor | None, pse_type: int, sink: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return dQ, dK, dV and the sink's gradient, written out: operators beneath autograd record nothing.
     With P = softmax(S): dV = Pᵀ dO, dS = P ∘ (dP - rowsum(dP ∘ P)), and the sink's score has a dP of 0."""
     group, shared = q.shape[0] // k.shape[0], (k.shape[0], -1, *k.shape[1:2])
-    _, largest, total = attend(q, k, v, scale, seen, sink=sink)
-    p = torch.exp(scores_of(q, k, scale, seen, None, 1) - largest[..., None]) / total[..., None]
+    _, largest, total = attend(q, k, v, scale, seen, pse, pse_type, sink)
+    p = torch.exp(scores_of(q, k, scale, seen, pse, pse_type) - largest[..., None]) / total[..., None]
     keys, values = (t.double().repeat_interleave(group, 0).masked_fill(~seen.any(1)[..., None], 0.0) for t in (k, v))
     dp = dy.double() @ values.mT
     mean = (dp * p).sum(-1, keepdim=True)
@@ -158,7 +158,7 @@ def gradients_of(
 def fusion(**a: Any) -> tuple[Any, ...]:
     a = _checked_fusion(a)
     packed = a["input_layout"] == "TND"
-    found = [attend(q, k, v, a["scale"], seen, pse, a["pse_type"], a["sink"]) for q, k, v, seen, pse in _sequences(a)]
+    found = [attend(*sequence) for sequence in _sequences(a)]
     out, largest, total = (
         torch.cat([values.transpose(0, 1) for values in part]) if packed else torch.stack(part)
         for part in zip(*found, strict=True)
@@ -174,10 +174,7 @@ def fusion_grad(**a: Any) -> tuple[Any, ...]:
     a = _checked_fusion(a | {"scale": a["scale_value"]})
     packed = a["input_layout"] == "TND"
     dys = _split(a["dy"], a["actual_seq_qlen"]) if packed else a["dy"].unbind(0)
-    found = [
-        gradients_of(q, k, v, dy, a["scale"], seen, a["sink"])
-        for (q, k, v, seen, _), dy in zip(_sequences(a), dys, strict=True)
-    ]
+    found = [gradients_of(dy, *sequence) for sequence, dy in zip(_sequences(a), dys, strict=True)]
     *parts, sinks = zip(*found, strict=True)
     gradients = [torch.cat([g.transpose(0, 1) for g in part]) if packed else torch.stack(part) for part in parts]
     dsink = torch.empty(0) if a["sink"] is None else torch.stack(sinks).sum(0).float()
@@ -193,11 +190,11 @@ def _sequences(a: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
         pieces = zip(_split(q, ends_q), _split(k, ends_k), _split(v, ends_k), strict=True)
     else:
         pieces = zip(q, k, v, strict=True)
+    whole = a["atten_mask"] if a["sparse_mode"] == 1 else None
     for b, (one_q, one_k, one_v) in enumerate(pieces):
-        mask = None if a["atten_mask"] is None or a["atten_mask"].ndim < 4 else a["atten_mask"]
-        mask = None if mask is None else mask[b if len(mask) > 1 else 0]
+        mask, pse = (None if t is None else t[b if len(t) > 1 else 0] for t in (whole, a["pse"]))
         seen = seen_keys(a["sparse_mode"], one_q.shape[1], one_k.shape[1], a["band"], mask)
-        yield one_q, one_k, one_v, seen, None if a["pse"] is None else a["pse"][b if len(a["pse"]) > 1 else 0]
+        yield one_q, one_k, one_v, a["scale"], seen, pse, a["pse_type"], a["sink"]
 
 
 def _split(tensor: torch.Tensor, ends: list[int]) -> list[torch.Tensor]:
@@ -209,41 +206,34 @@ def _checked_fusion(a: dict[str, Any]) -> dict[str, Any]:
     band = [a.get(f"{side}_tockens", a.get(f"{side}_tokens")) for side in ("pre", "next")]
     a = {"pse_type": 1, "band": tuple(band)} | a
     packed, heads = a["input_layout"] == "TND", a["head_num"]
-    assert a["input_layout"] in ("TND", "BNSD")
-    for tensor in (query, key, value):
-        assert tensor.dtype == query.dtype in (*SIXTEEN_BIT, torch.float32)
-        assert tensor.dim() == (3 if packed else 4)
-        assert packed or tensor.shape[0] == query.shape[0]
-        assert tensor.shape[1] == heads or (heads % tensor.shape[1] == 0 and tensor is not query)
-        assert 1 <= tensor.shape[-1] <= query.shape[-1] <= 768
-        assert 1 <= tensor.shape[0 if packed else 2] <= 1 << 20
-    assert key.shape[:-1] == value.shape[:-1]
-    assert key.shape[-1] == query.shape[-1]
-    assert heads <= 256
-    assert a["keep_prob"] == 1.0, "what it drops follows from no seed of portattn's"
+    rows, keys, kv_heads = query.shape[0 if packed else 2], key.shape[0 if packed else 2], key.shape[1]
+    require(
+        layout=a["input_layout"] in ("TND", "BNSD"), heads=query.shape[1] == heads <= 256 and heads % kv_heads == 0,
+        dtype=key.dtype == value.dtype == query.dtype in (*SIXTEEN_BIT, torch.float32),
+        rank=query.dim() == key.dim() == (3 if packed else 4), keys=key.shape[:-1] == value.shape[:-1],
+        batch=packed or len(query) == len(key), widths=768 >= query.shape[-1] == key.shape[-1] >= value.shape[-1],
+        sizes=1 <= rows <= 1 << 20 and 1 <= keys <= 1 << 20, inner_precise=a["inner_precise"] in (0, 2),
+        no_dropout_of_its_own=a["keep_prob"] == 1.0, softmax_layout=a["softmax_layout"] in ("", *(["TND"] * packed)),
+        lists_if_packed=all((a[name] is not None) == packed for name in ("actual_seq_qlen", "actual_seq_kvlen")),
+    )  # fmt: skip
     unused = ("padding_mask", "prefix", "dropout_mask", "query_rope", "key_rope", "q_start_idx", "kv_start_idx")
     assert [name for name in unused if a.get(name) is not None] == []
-    assert a["inner_precise"] in (0, 2)
-    for name, size in (("actual_seq_qlen", query.shape[0]), ("actual_seq_kvlen", key.shape[0])):
-        assert (a[name] is not None) == packed
-        if packed:
-            _check_ends(a[name], size, 1024)
-    assert not packed or len(a["actual_seq_qlen"]) == len(a["actual_seq_kvlen"])
-    assert a["softmax_layout"] in (("", "TND") if packed else ("",))
+    if packed:
+        _check_ends(a["actual_seq_qlen"], rows, 1024)
+        _check_ends(a["actual_seq_kvlen"], keys, 1024)
+        assert len(a["actual_seq_qlen"]) == len(a["actual_seq_kvlen"])
+    mask, sink, pse = a["atten_mask"], a["sink"], a["pse"]
     if a["sparse_mode"] == 1:
-        _check_whole_mask(a["atten_mask"], (query.shape[0], 1), (heads, 1), query.shape[2], key.shape[2])
-        assert a["atten_mask"].shape[:2] != (1, heads) or query.shape[0] == 1 or heads == 1, "no (1, N, Sq, Sk)"
+        batches = {heads: (len(query),), 1: (len(query), 1)}[mask.shape[1]]  # no (1, N, Sq, Sk)
+        _check_whole_mask(mask, batches, (heads, 1), rows, keys)
         assert not packed, "varlen: (Sq, Sk) alone"
     else:
-        _check_compressed_mask(a["sparse_mode"], a["atten_mask"], query.device)
-    if a["sink"] is not None:
-        assert a["sink"].shape == (heads,)
-        assert a["sink"].dtype == torch.float32
-    if a["pse"] is not None:
-        assert not packed
-        assert a["pse"].dtype == query.dtype
-        assert a["pse_type"] in (0, 1)
-        assert a["pse"].shape in [(b, heads, query.shape[2], key.shape[2]) for b in (1, query.shape[0])]
+        _check_compressed_mask(a["sparse_mode"], mask, query.device)
+    assert sink is None or (sink.shape, sink.dtype) == ((heads,), torch.float32)
+    if pse is not None:
+        shapes = [(batch, heads, rows, keys) for batch in (1, len(query))]
+        dtype, kind = pse.dtype == query.dtype, a["pse_type"] in (0, 1)
+        require(dense=not packed, dtype=dtype, kind=kind, shape=pse.shape in shapes)
     return a
 
 
@@ -255,52 +245,42 @@ def fused_infer(**a: Any) -> tuple[torch.Tensor, torch.Tensor]:
     unused += ["pse_shift", "query_padding_size", "kv_padding_size", "key_shared_prefix", "value_shared_prefix"]
     unused += ["actual_shared_prefix_len", "query_rope", "key_rope"]
     assert [n for n in unused if a[n] is not None] == []
-    assert a["antiquant_mode"] == 0
-    assert a["input_layout"] in ("BNSD", "BSND"), "TND: no grouped heads"
     tokens_first = a["input_layout"] == "BSND"
     query, key, value = (a[name] for name in OPERANDS[:3])
-    for tensor in (query, key, value):
-        assert tensor.is_contiguous()
-        assert tensor.device == query.device
+    contiguous = all(tensor.is_contiguous() for tensor in (query, key, value))
     if tokens_first:
-        assert a["block_table"] is None, "(pages, tokens, H) alone"
-        assert query.shape[1] == 1 or query.shape[2] * query.shape[3] < 65535
         query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
     batch, heads, seq_q, head_dim = query.shape
-    one_row, kv_heads = seq_q == 1, a["num_key_value_heads"]
-    assert query.dtype in SIXTEEN_BIT
-    assert a["num_heads"] == heads <= 256
-    assert heads % kv_heads == 0
-    assert heads <= 64 * kv_heads
-    assert 1 <= batch <= 65536
-    assert 1 <= seq_q <= 20971520
-    assert head_dim <= 512
-    assert head_dim * 2 % (32 if head_dim > 128 and not one_row else 16) == 0
-    assert key.shape == value.shape
-    assert a["inner_precise"] in ((0, 1) if one_row else (0, 2))
+    one_row, kv_heads, paged = seq_q == 1, a["num_key_value_heads"], a["block_table"] is not None
+    require(
+        layout=a["input_layout"] in ("BNSD", "BSND"), contiguous=contiguous, dtype=query.dtype in SIXTEEN_BIT,
+        interleaved=not tokens_first or (not paged and (one_row or heads * head_dim < 65535)),
+        heads=a["num_heads"] == heads <= 256, group=heads % kv_heads == 0 and heads <= 64 * kv_heads,
+        batch=1 <= batch <= 65536, seq_q=1 <= seq_q <= 20971520, head_dim=head_dim <= 512,
+        values=key.shape == value.shape,
+        row=head_dim * 2 % (32 if head_dim > 128 and not one_row else 16) == 0, antiquant_mode=a["antiquant_mode"] == 0,
+        inner_precise=a["inner_precise"] in ((0, 1) if one_row else (0, 2)),
+    )  # fmt: skip
     modes = (a["key_antiquant_mode"], a["value_antiquant_mode"])
     scales = [a[name] for name in SCALES]
     quantised = scales[0] is not None
     assert key.dtype == value.dtype == (torch.int8 if quantised else query.dtype)
     assert quantised or (modes == (0, 0) and scales[1] is None)
-    if a["block_table"] is None:
-        assert a["block_size"] == 0
-        assert key.shape[:2] + key.shape[3:] == (batch, kv_heads, head_dim)
-        capacity = key.shape[2]
-        expected = (3, (batch, kv_heads, capacity))
-    else:
+    if paged:
         capacity = _check_pages(a, key, batch, kv_heads, head_dim, one_row, quantised)
-        expected = (5, (key.shape[0], kv_heads, a["block_size"]))
+        mode, shape = 5, (key.shape[0], kv_heads, a["block_size"])
+    else:
+        capacity = key.shape[2]
+        mode, shape = 3, (batch, kv_heads, capacity)
+        require(block_size=a["block_size"] == 0, keys=key.shape == (batch, kv_heads, capacity, head_dim))
     assert 1 <= capacity <= (262144 if one_row else 20971520)
     if quantised:
-        assert one_row
-        assert modes == (expected[0], expected[0])
-        assert all(s.shape == expected[1] and s.dtype == torch.float32 and s.is_contiguous() for s in scales)
+        require(one_row=one_row, modes=modes == (mode, mode), shapes=all(scale.shape == shape for scale in scales))
+        assert all(scale.dtype == torch.float32 and scale.is_contiguous() for scale in scales)
     mask = a["atten_mask"]
     if one_row:  # the incremental branch
-        assert a["sparse_mode"] == 0, "does nothing for a single row"
-        assert (a["pre_tokens"], a["next_tokens"]) == (INT_MAX, INT_MAX), "do nothing for a single row"
-        assert a["actual_seq_lengths"] is None, "does nothing for a single row"
+        ignored = [a[name] for name in ("sparse_mode", "pre_tokens", "next_tokens", "actual_seq_lengths")]
+        assert ignored == [0, INT_MAX, INT_MAX, None], "they do nothing for a single row"
         if mask is not None:
             _check_whole_mask(mask, (batch, 1), (1,), 1, capacity)
     else:
@@ -330,19 +310,17 @@ def fused_infer_v2(**a: Any) -> tuple[torch.Tensor, torch.Tensor]:
     assert a["input_layout"] == "TND"
     query, key, value = (a[name] for name in OPERANDS[:3])
     heads, kv_heads, band = a["num_query_heads"], a["num_key_value_heads"], (a["pre_tokens"], a["next_tokens"])
-    for tensor in (query, key, value):
-        assert tensor.is_contiguous()
-        assert tensor.dtype == torch.bfloat16
-        assert 1 <= len(tensor) <= 1 << 20
-    assert (query.shape[1], key.shape[1], value.shape[1]) == (heads, kv_heads, kv_heads)
-    assert heads % kv_heads == 0
-    assert heads <= min(64 * kv_heads, 256)
-    assert (query.shape[2], value.shape[2]) in ((128, 128), (192, 128), (192, 192))
-    assert key.shape[2] == query.shape[2]
+    require(
+        contiguous=all(tensor.is_contiguous() for tensor in (query, key, value)), rows=len(query) <= 1 << 20,
+        dtype=query.dtype == key.dtype == value.dtype == torch.bfloat16, keys=len(value) == len(key) <= 1 << 20,
+        heads=(query.shape[1], key.shape[1], value.shape[1]) == (heads, kv_heads, kv_heads) and heads <= 256,
+        group=heads % kv_heads == 0 and heads <= 64 * kv_heads, key_dim=key.shape[2] == query.shape[2],
+        head_dims=(query.shape[2], value.shape[2]) in ((128, 128), (192, 128), (192, 192)),
+        sparse_mode=a["sparse_mode"] in (0, 3, 4),
+    )  # fmt: skip
     ends_q, ends_k = a["actual_seq_qlen"], a["actual_seq_kvlen"]
     _check_ends(ends_q, len(query), 4096)
     _check_ends(ends_k, len(key), 4096)
-    assert a["sparse_mode"] in (0, 3, 4)
     _check_compressed_mask(a["sparse_mode"], a["atten_mask"], query.device)
     found = []
     for q, k, v in zip(_split(query, ends_q), _split(key, ends_k), _split(value, ends_k), strict=True):
@@ -360,19 +338,14 @@ def _check_pages(
 ) -> int:
     """Return the tokens that a row of the table has room for."""
     table, size = a["block_table"], a["block_size"]
-    assert table.dtype == torch.int32
-    assert table.ndim == 2
-    assert table.is_contiguous()
-    assert len(table) == batch
-    assert a["actual_seq_lengths_kv"] is not None
-    assert 0 < size <= 512
-    assert size % (128 if not one_row else 32 if quantised else 16) == 0
-    assert not one_row or key.numel() <= INT_MAX
-    if key.dim() == 3:
-        assert kv_heads * head_dim <= 65535
-        assert key.shape[1:] == (size, kv_heads * head_dim)
-    else:
-        assert key.shape[1:] == (kv_heads, size, head_dim)
+    flat = key.dim() == 3
+    require(
+        table=(table.dtype, table.ndim, len(table)) == (torch.int32, 2, batch) and table.is_contiguous(),
+        lengths=a["actual_seq_lengths_kv"] is not None, cache=not one_row or key.numel() <= INT_MAX,
+        block_size=0 < size <= 512 and size % (128 if not one_row else 32 if quantised else 16) == 0,
+        pages=key.shape[1:] == ((size, kv_heads * head_dim) if flat else (kv_heads, size, head_dim)),
+        width=not flat or kv_heads * head_dim <= 65535,
+    )  # fmt: skip
     return size * table.shape[1]
 
 
@@ -393,35 +366,28 @@ def _cached(
 
 
 def _check_ends(ends: Any, total: int, most: int) -> None:
-    assert 1 <= len(ends) <= most
-    assert all(type(n) is int for n in ends)
-    assert ends == sorted(ends)
-    assert ends[0] >= 0
-    assert ends[-1] == total
+    ints = all(type(n) is int for n in ends)
+    require(sequences=1 <= len(ends) <= most, ints=ints, order=[0, *ends] == sorted([0, *ends]), end=ends[-1] == total)
 
 
 def _check_lengths(lengths: Any, batch: int, capacity: int) -> list[int]:
     if lengths is None:
         return [capacity] * batch
-    assert len(lengths) == batch
-    assert all(type(n) is int and 1 <= n <= capacity for n in lengths)
+    assert [type(n) is int and 1 <= n <= capacity for n in lengths] == [True] * batch
     return lengths
 
 
 def _check_whole_mask(mask: Any, batches: Any, heads: Any, rows: int, keys: int) -> None:
-    assert mask.dtype == torch.bool
-    assert mask.is_contiguous()
-    assert mask.shape in [(b, h, rows, keys) for b in batches for h in heads]
+    shapes = [(b, h, rows, keys) for b in batches for h in heads]
+    require(dtype=mask.dtype == torch.bool, contiguous=mask.is_contiguous(), shape=mask.shape in shapes)
 
 
 def _check_compressed_mask(sparse_mode: int, mask: Any, device: torch.device) -> None:
     if sparse_mode == 0:
         assert mask is None
         return
-    assert mask.dtype == torch.bool
-    assert mask.device == device
-    assert mask.is_contiguous()
     assert not mask.is_inference(), "could not be saved for a backward pass"
+    require(dtype=mask.dtype == torch.bool, device=mask.device == device, contiguous=mask.is_contiguous())
     assert torch.equal(mask, torch.ones(2048, 2048, dtype=torch.bool).triu(1))
 
 

@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -18,9 +19,21 @@ from typing import Any
 import pytest
 from places import ROOT, TESTS
 
+from portattn.backends.ascend import AscendBackend
+from portattn.planning.data_files import load_arches
+
 HERE = Path(__file__).parent
 TOOLS = ("gcc", "nm", "objdump")
 SECONDS = 300
+# Sentences of the wheel's documents that limits of backends/ascend/vendor.py rest on.
+DOCUMENTED = (
+    "scale*(pse+query*key^{T})", "0表示外部传入pse先mul再add, 1表示外部传入pse先add再mul",
+    "D轴32byte不对齐时仅支持到128", "block_size最小为128, 最大为512, 且要求是128的倍数",
+    "类型为float16、bfloat16时需要16对齐", "sink: Tensor类型, 每个注意力头的偏置",
+    "KV_N*D超过65535时", "所有维度相乘不能超过int32的表示范围", "且该入参元素的数量等于Batch值", "pse_type为其他取值时",
+    "shape均为(B, KV_N, KV_S), 数据类型固定为float32", "shape均为(blocknum, KV_N, blocksize), 数据类型固定为float32",
+    "Head Dim必须满足Dq=Dk和Dk≥Dv", "该接口暂不支持图模式", "dropout_mask: Tensor类型, 外部传入的dropout mask",
+)  # fmt: skip
 FLOAT32 = 5e-6  # largest error of a result or gradient in float32
 
 
@@ -66,6 +79,11 @@ def test_the_committed_schemas_are_the_librarys(found: dict[str, Any]) -> None:
     assert found["schemas"] == (TESTS / "backends" / "ascend" / "schemas.txt").read_text().splitlines()
 
 
+def test_the_wheels_documents_still_say_what_the_limits_rest_on() -> None:
+    documents = (folder_of("torch_npu") / "_op_plugin_docs.py").read_text(encoding="utf-8")
+    assert [sentence for sentence in DOCUMENTED if sentence not in documents] == []
+
+
 def test_the_vendors_formula_ignores_the_gradient_of_its_statistics(found: dict[str, Any]) -> None:
     """Why portattn's LSE has an autograd function of its own: with another torch_npu it may be needed no more."""
     for name in ("q", "sinks"):
@@ -94,3 +112,12 @@ def test_meta_functions_give_the_shapes_and_dtypes_of_the_results(found: dict[st
     """Another reason to refuse gradients with a bias: the only function with `pse_type` cannot be traced backwards."""
     (difference,) = found["differences"]
     assert difference.startswith("npu::npu_fusion_attention_grad_v2: empty_like(): argument 'input'")
+
+
+def test_every_chip_of_the_vendors_list_has_an_arch() -> None:
+    """Of the families that kernels are planned for, by the SoC names in the library."""
+    known = {device for arch in load_arches(AscendBackend.folder).values() for device in arch.devices}
+    text = (folder_of("torch_npu") / "lib" / "libtorch_npu.so").read_bytes()
+    listed = {name.decode() for name in re.findall(rb"\0(Ascend(?:910B\d|910_9|950[DP])[\w-]*)(?=\0)", text)}
+    assert len(listed) > 40
+    assert listed <= known
