@@ -102,19 +102,17 @@ def seen_keys(mode: int, rows: int, keys: int, band: tuple[int, int], mask: torc
     return seen[mode][None]
 
 
-def scores_of(
-    q: torch.Tensor, k: torch.Tensor, scale: float, seen: torch.Tensor, pse: torch.Tensor | None, pse_type: int
-) -> torch.Tensor:
+def scores_of(q: torch.Tensor, k: torch.Tensor, scale: float, seen: torch.Tensor, pse: torch.Tensor | None,
+        pse_type: int) -> torch.Tensor:  # fmt: skip
     products = q.double() @ k.double().repeat_interleave(q.shape[0] // k.shape[0], 0).mT
     added = torch.zeros(()) if pse is None else pse.double()
     scores = {0: products * scale + added, 1: (products + added) * scale}[pse_type]
     return scores.masked_fill(~seen, -math.inf)
 
 
-def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, seen: torch.Tensor,
-    pse: torch.Tensor | None = None, pse_type: int = 1, sink: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, seen: torch.Tensor,
+        pse: torch.Tensor | None = None, pse_type: int = 1,
+        sink: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return out, maximum and sum of the softmax, NaN in rows that see no key. Keys that no row sees are not read."""
     scores = scores_of(q, k, scale, seen, pse, pse_type)
     largest = scores.amax(-1)
@@ -128,10 +126,9 @@ def attend(
     return out, largest.masked_fill(blind, math.nan), total.masked_fill(blind, math.nan)
 
 
-def gradients_of(
-    dy: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, seen: torch.Tensor,
-    pse: torch.Tensor | None, pse_type: int, sink: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+def gradients_of(dy: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, seen: torch.Tensor,
+        pse: torch.Tensor | None, pse_type: int,
+        sink: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return dQ, dK, dV and the sink's gradient, written out: operators beneath autograd record nothing.
     With P = softmax(S): dV = Pᵀ dO, dS = P ∘ (dP - rowsum(dP ∘ P)), and the sink's score has a dP of 0."""
     group, shared = q.shape[0] // k.shape[0], (k.shape[0], -1, *k.shape[1:2])
@@ -329,9 +326,8 @@ def fused_infer_v2(**a: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return out.to(query.dtype), lse if a["return_softmax_lse"] else torch.zeros(0)
 
 
-def _check_pages(
-    a: dict[str, Any], key: torch.Tensor, batch: int, kv_heads: int, head_dim: int, one_row: bool, quantised: bool
-) -> int:
+def _check_pages(a: dict[str, Any], key: torch.Tensor, batch: int, kv_heads: int, head_dim: int, one_row: bool,
+        quantised: bool) -> int:  # fmt: skip
     """Return the tokens that a row of the table has room for."""
     table, size = a["block_table"], a["block_size"]
     flat = key.dim() == 3
@@ -345,9 +341,8 @@ def _check_pages(
     return size * table.shape[1]
 
 
-def _cached(
-    cache: torch.Tensor, scale: torch.Tensor | None, table: torch.Tensor | None, b: int, length: int, heads: int
-) -> torch.Tensor:
+def _cached(cache: torch.Tensor, scale: torch.Tensor | None, table: torch.Tensor | None, b: int, length: int,
+        heads: int) -> torch.Tensor:  # fmt: skip
     """Return a sequence's keys or values (Nk, length, D); pages behind its end are not read."""
     if table is None:
         kept, factors = cache[b, :, :length], None if scale is None else scale[b, :, :length]
