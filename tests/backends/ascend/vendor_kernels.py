@@ -97,13 +97,9 @@ def seen_keys(mode: int, rows: int, keys: int, band: tuple[int, int], mask: torc
     diagonal = j - i - (keys - rows)  # 0 at the lower right corner
     if mode in (0, 1):
         return torch.ones(1, rows, keys, dtype=torch.bool) if mask is None else ~mask
-    if mode == 2:
-        return (j <= i)[None]
-    if mode == 3:
-        return (diagonal <= 0)[None]
-    assert mode == 4
-    assert sum(band) >= 0, "the sides of a band must meet"
-    return ((diagonal >= -band[0]) & (diagonal <= band[1]))[None]
+    assert mode != 4 or sum(band) >= 0, "the sides of a band must meet"
+    seen = {2: j <= i, 3: diagonal <= 0, 4: (diagonal >= -band[0]) & (diagonal <= band[1])}
+    return seen[mode][None]
 
 
 def scores_of(q: torch.Tensor, k: torch.Tensor, scale: float, seen: torch.Tensor, pse: torch.Tensor | None,
@@ -349,15 +345,15 @@ def _cached(cache: torch.Tensor, scale: torch.Tensor | None, table: torch.Tensor
         heads: int) -> torch.Tensor:  # fmt: skip
     """Return a sequence's keys or values (Nk, length, D); pages behind its end are not read."""
     if table is None:
-        kept = cache[b, :, :length]
-        return kept if scale is None else kept.double() * scale[b, :, :length, None].double()
-    pages = cache.unflatten(2, (heads, -1)).transpose(1, 2) if cache.dim() == 3 else cache
-    used = table[b, : -(-length // pages.shape[2])].tolist()
-    assert all(0 <= page < len(pages) for page in used)
-    kept = pages[used].transpose(0, 1).flatten(1, 2)[:, :length]
-    if scale is None:
-        return kept
-    return kept.double() * scale[used].transpose(0, 1).flatten(1, 2)[:, :length, None].double()
+        kept, factors = cache[b, :, :length], None if scale is None else scale[b, :, :length]
+    else:
+        pages = cache.unflatten(2, (heads, -1)).transpose(1, 2) if cache.dim() == 3 else cache
+        used = table[b, : -(-length // pages.shape[2])].tolist()
+        assert all(0 <= page < len(pages) for page in used)
+        kept, factors = (
+            None if t is None else t[used].transpose(0, 1).flatten(1, 2)[:, :length] for t in (pages, scale)
+        )
+    return kept if factors is None else kept.double() * factors[..., None].double()
 
 
 def _check_ends(ends: Any, total: int, most: int) -> None:

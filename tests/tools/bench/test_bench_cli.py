@@ -119,9 +119,7 @@ def test_backward_sets_are_timed_and_gone_on_with(tmp_path):
         assert {f["extra_bytes"] for f in timed} == {0}  # the clock's 64 bytes are less than the gradients
     verdicts = {goal["goal"]["name"]: goal["status"] for goal in told["goals"]}
     assert verdicts["backward, every cell"] in ("missed", "incomplete")
-    report = click.testing.CliRunner().invoke(main, ["bench", "report", str(tmp_path)])
-    assert report.exit_code == 0
-    assert "portattn" in report.stdout
+    assert "portattn" in bench("report", str(tmp_path), exits=0).stdout
 
 
 @pytest.mark.usefixtures("device")
@@ -212,14 +210,9 @@ def test_a_lost_device_ends_the_run_and_keeps_its_rows(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("device")
-def test_status_1_when_portattn_cannot_run():
+def test_status_1_when_portattn_cannot_run_and_the_core_is_a_row_of_its_own():
     assert "portattn" in bench(*SEED, "--backend", "triton", exits=1).stdout
-
-
-@pytest.mark.usefixtures("device")
-def test_the_core_is_a_row_of_its_own_and_fails_where_it_cannot_run():
-    called = bench(*SEED, "--core-only", "--json")
-    assert called.exit_code == 1  # the CPU has no core
+    called = bench(*SEED, "--core-only", "--json", exits=1)  # the CPU has no core
     contenders = json.loads(called.stdout)["rows"][0]["contenders"]
     assert [f["name"] for f in contenders] == ["portattn", "portattn prepared", "portattn core"]
     assert [bool(f["refused"]) for f in contenders] == [False, False, True]
@@ -262,10 +255,8 @@ def saved(folder, ours=1.0, theirs=1.2):
 def test_report_needs_no_device(tmp_path, monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)  # a row is a line
     saved(tmp_path / "run")
-    called = bench(
-        "report", str(tmp_path / "run"), "--markdown", str(tmp_path / "doc" / "a.md"), "--csv", str(tmp_path / "a.csv")
-    )
-    assert called.exit_code == 0, called.output
+    files = ("--markdown", str(tmp_path / "doc" / "a.md"), "--csv", str(tmp_path / "a.csv"))
+    called = bench("report", str(tmp_path / "run"), *files, exits=0)
     for part in ("a chip, triton==3.6.0, torch 2.11", "1.20× fa3/vllm", "flex: no package"):
         assert part in called.stdout
     assert "## decode" in (tmp_path / "doc" / "a.md").read_text()
@@ -293,10 +284,6 @@ def test_compare(tmp_path):
     assert len(told["slower"]) == 6
     assert told["sets"][0]["change"] == pytest.approx(1 / 1.1)
     assert bench("compare", str(tmp_path / "a"), str(tmp_path / "c"), "--tolerance", "0.1").exit_code == 0
-
-
-def test_results_without_a_common_peer_are_not_compared(tmp_path):
-    saved(tmp_path / "a")
     with results.Store(tmp_path / "none") as file:
         file.start()
         file.append(a_run())
@@ -307,8 +294,7 @@ def test_results_without_a_common_peer_are_not_compared(tmp_path):
 def test_an_answer_of_nvidia_smi():
     state, driver = results.parse_device_state("1980, 2619, 612.30, [N/A], 61, 570.86.15\n")
     assert (state.sm_mhz, state.power_w, state.power_limit_w, driver) == (1980.0, 612.3, None, "570.86.15")
-    assert results.parse_device_state("No devices were found") is None
-    assert results.parse_device_state("") is None
+    assert results.parse_device_state("No devices were found") is results.parse_device_state("") is None
 
 
 def test_commands_hold_no_places_of_files():

@@ -48,19 +48,20 @@ def device(monkeypatch):
     return made
 
 
-def test_hot_calls_go_back_to_back(device):
-    assert device.turn_ms(run, "hot", 3, 5.0) == pytest.approx(1.0)
-    assert did == ["sync", "record", "run", "run", "run", "record", "sync"]
+SLEEP = f"sleep {2 * rounds.SLEEP_CYCLES}"
 
 
-def test_short_calls_begin_behind_a_sleep(device):
-    assert device.turn_ms(run, "hot", 2, 0.01) == pytest.approx(1.0)
-    assert did[:3] == ["sync", f"sleep {2 * rounds.SLEEP_CYCLES}", "record"]
-
-
-def test_cold_calls_are_flushed_and_timed_one_by_one(device):
-    assert device.turn_ms(run, "cold", 2, 5.0) == pytest.approx(1.0)
-    assert did == ["sync", f"sleep {2 * rounds.SLEEP_CYCLES}", *["flush", "record", "run", "record"] * 2, "sync"]
+@pytest.mark.parametrize(
+    ("timing", "calls", "ms", "expected"),
+    [
+        ("hot", 3, 5.0, ["sync", "record", "run", "run", "run", "record", "sync"]),  # back to back
+        ("hot", 2, 0.01, ["sync", SLEEP, "record", "run", "run", "record", "sync"]),  # short ones behind a sleep
+        ("cold", 2, 5.0, ["sync", SLEEP, *["flush", "record", "run", "record"] * 2, "sync"]),  # flushed, one by one
+    ],
+)
+def test_calls_of_a_turn(device, timing, calls, ms, expected):
+    assert device.turn_ms(run, timing, calls, ms) == pytest.approx(1.0)
+    assert did == expected
 
 
 def test_host_times_keep_the_queue_short(device, monkeypatch):
@@ -69,8 +70,7 @@ def test_host_times_keep_the_queue_short(device, monkeypatch):
     assert spread.count == 45
     assert 0 < spread.low <= spread.median <= spread.high
     assert [i for i, what in enumerate(did) if what == "sync"] == [0, 21, 42, 48]
-    assert device.host_us(run, 10.0).count == 10
-    assert device.host_us(run, 1e4).count == rounds.FEW_HOST_CALLS
+    assert [device.host_us(run, ms).count for ms in (10.0, 1e4)] == [10, rounds.FEW_HOST_CALLS]
 
 
 def test_a_device_that_takes_no_more(device, monkeypatch):

@@ -64,8 +64,8 @@ def test_who_was_refused_has_no_figure():
     assert found.missing == ("no figures of seed", "cells not run")
 
 
-def test_enqueue_times():
-    """A call that SDPA has nothing for counts against its shortest in the set."""
+def test_times_have_to_be_at_most():
+    """Of enqueueing: a call that SDPA has nothing for counts against its shortest in the set."""
     attention, decode, paged = SETS["host"]
     rows = [
         made("host", attention, figures("portattn", host_us=host(8.0)), figures("sdpa", host_us=host(16.0))),
@@ -77,15 +77,16 @@ def test_enqueue_times():
     below = verdict(a_result(*rows), "enqueue time below SDPA's")
     assert (below.status, below.value) == ("met", pytest.approx(12 / 11))
     assert verdict(a_result(*rows[:1]), "enqueue time, µs").status == "incomplete"
-
-
-def test_first_calls():
+    # Of first calls the longest counts.
     calls = [
         FirstCall(case=case.name, run=0, empty_s=2.0 + i, kept_s=1.0, second_s=0.1) for i, case in enumerate(FIRST)
     ]
     found = verdict(a_result(first_calls=calls), "first call, s")
     assert (found.status, found.value) == ("missed", 4.0)
     assert verdict(a_result(first_calls=calls[:2]), "first call, s").status == "incomplete"
+    goal = Goal(name="", sets=("host",), metric="host_us", limit=10.0, done=12.0)
+    rows = [made("host", case, figures("portattn", host_us=host(11.0))) for case in SETS["host"]]
+    assert [one.status for one in goal_results(a_result(*rows), [goal])] == ["done"]
 
 
 def test_every_goal_names_sets_and_cells_that_there_are():
@@ -95,13 +96,6 @@ def test_every_goal_names_sets_and_cells_that_there_are():
     counts = {goal.name: len(goal.cells) for goal in GOALS}
     assert (counts["small, fp32"], counts["small, fp16"], counts["the seed's kernels, each"]) == (3, 3, 6)
     assert report.geomean([1.0, 4.0]) == pytest.approx(2.0)
-
-
-def test_a_time_has_to_be_at_most():
-    goal = Goal(name="", sets=("host",), metric="host_us", limit=10.0, done=12.0)
-    rows = [made("host", case, figures("portattn", host_us=host(11.0))) for case in SETS["host"]]
-    (found,) = goal_results(a_result(*rows), [goal])
-    assert found.status == "done"
 
 
 def test_summaries():
@@ -128,12 +122,10 @@ def test_changes_are_those_of_ratios():
     assert (change.change, change.ms) == (pytest.approx(1.0), (1.0, 2.0))
     worse = a_result(made("decode", case, figures("portattn", 1.1), figures("fa3", 1.2)))
     found = report.changes(before, worse)
-    assert report.slower(found, 0.03) == found
-    assert report.slower(found, 0.1) == []
+    assert (report.slower(found, 0.03), report.slower(found, 0.1)) == (found, [])
     assert [(s.set, s.cells, round(s.change, 3)) for s in report.by_set(found)] == [("decode", 1, 0.909)]
     alone = report.changes(a_result(made("decode", case, figures("portattn", 1.0))), after)
-    assert (alone[0].peer, alone[0].change) == ("", None)
-    assert report.changes(a_result(), after) == []
+    assert (alone[0].peer, alone[0].change, report.changes(a_result(), after)) == ("", None, [])
 
 
 def test_tables_hold_every_figure():

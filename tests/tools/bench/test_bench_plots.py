@@ -22,7 +22,7 @@ def rows(name, ms=1.0):
     ]  # fmt: skip
 
 
-def test_a_line_is_a_library_with_its_fastest_way():
+def test_a_line_is_a_library_with_its_fastest_way_and_a_panel_a_head_dim_and_mask():
     found = rows("decode")
     shown = plots.lines(found)
     assert list(shown) == ["fa3", "sdpa-cudnn", "unheard of", "portattn"]
@@ -30,9 +30,6 @@ def test_a_line_is_a_library_with_its_fastest_way():
         (row.case.seq_k, row.case.batch, 1): pytest.approx(row.read_bytes / 1.2 / 1e9) for row in found
     }
     assert len(shown["portattn"]) == 6
-
-
-def test_panels_are_head_dims_and_masks():
     assert set(plots.panels(rows("dense18"))) == {
         (facet, dim) for facet in ("bf16, full", "bf16, causal") for dim in (64, 128, 256)
     }
@@ -74,12 +71,6 @@ def test_without_matplotlib(tmp_path, monkeypatch):
     assert not (tmp_path / "none").exists()
 
 
-def test_a_ceiling_is_the_runs_own():
-    row = rows("decode")[0]
-    assert plots._ceiling(row, a_result(row)) == ("copy rate", LIMITS.copy_tbs)
-    assert plots._ceiling(row, a_result(row, ceilings=None)) is None
-
-
 def test_nothing_is_drawn_beyond_the_axes(monkeypatch, tmp_path):
     """Panels share an axis: the first one's values must not be its end."""
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
@@ -96,7 +87,10 @@ def test_nothing_is_drawn_beyond_the_axes(monkeypatch, tmp_path):
         assert max(values) <= high
 
 
-def test_decoding_tells_its_batch():
+def test_decoding_tells_its_batch_and_a_ceiling_is_the_runs_own():
+    row = rows("decode")[0]
+    assert plots._ceiling(row, a_result(row)) == ("copy rate", LIMITS.copy_tbs)
+    assert plots._ceiling(row, a_result(row, ceilings=None)) is None
     assert plots._batch_varies(plots.panels(rows("paged")).values())
     assert not plots._batch_varies(plots.panels(rows("dense18")).values())
     assert plots._tick((32768, 16, 1), True) == "32k\nB=16"

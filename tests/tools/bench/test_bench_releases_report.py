@@ -130,14 +130,11 @@ def test_a_file_that_cannot_be_read_is_named_and_another_json_is_read_as_a_runs_
         assert said in bench("report", str(tmp_path / name), exits=2).stderr
 
 
-def test_portattns_own_cases_are_drawn_in_the_comparisons_order():
+def test_portattns_own_cases_are_drawn_in_order_and_without_peers_against_the_best_release():
     found = whole()
     prepared = msgspec.structs.replace(found.cases[0], contender="portattn prepared")
     others = msgspec.structs.replace(found, cases=[prepared, *found.cases])
     assert plots.of_sets(others) == {"decode": found.cases}
-
-
-def test_a_set_without_peers_is_drawn_against_the_best_release():
     assert plots.release_series(whole().cases[:2], ["3.6.0", "3.8.0"]) == (
         "ratio", {"3.6.0": [3.0] * 2, "3.8.0": [1.5] * 2},
     )  # fmt: skip
@@ -212,13 +209,10 @@ def test_marks_are_at_their_cases(monkeypatch, tmp_path):
     assert [text.get_text() for text in axes.figure.legends[0].get_texts()] == ["3.6.0", "3.8.0"]
 
 
-def test_a_figure_without_peers_says_so(monkeypatch, tmp_path):
+def test_a_figure_without_peers_says_so_and_where_nothing_was_timed_there_is_none(monkeypatch, tmp_path):
     (axes,) = drawn(monkeypatch, tmp_path, whole(peers=False))
     assert axes.get_ylabel().startswith("best release’s time over this one’s")
     assert set(axes.lines[2].get_ydata()) == {0.5}
-
-
-def test_nothing_is_drawn_where_nothing_was_timed(monkeypatch, tmp_path):
     found = whole()
     nothing = {"3.6.0": comparison.OfRelease(refused="wrong")}
     cases = [msgspec.structs.replace(case, best="", releases=nothing) for case in found.cases]

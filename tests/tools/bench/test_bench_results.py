@@ -25,7 +25,7 @@ DECODE = Case(
 DENSE = msgspec.structs.replace(DECODE, name="dense", op="attention", seq_q=1000, seq_k=1000)
 
 
-def test_figures_of_a_memory_bound_row():
+def test_figures_of_rows_that_memory_or_computing_bounds():
     assert (DECODE.read_bytes(), DECODE.flops()) == (8e9, 4e9)
     row = made(
         "decode", DECODE, figures("portattn", 4.0, 5.0, 4.0), figures("portattn prepared", 2.5, 2.5, 2.5),
@@ -44,9 +44,7 @@ def test_figures_of_a_memory_bound_row():
     assert row.figures("fa3/vllm").ratio is None
     assert ours.spread == pytest.approx(0.25)
     assert not row.failed
-
-
-def test_figures_of_a_compute_bound_row():
+    # A row that is bound by computing.
     assert DENSE.flops() == 2 * 4 * 1000 * 1000 * 64
     row = made("x", DENSE, figures("portattn", DENSE.flops() / 400e9))
     assert row.limit == "gemm"
@@ -76,10 +74,7 @@ def test_a_case_is_gated_and_timed():
     assert {timing for _, timing, _ in clock.turns} == {"do_bench"}
     assert row.plan[0].startswith("paged_attention")
     assert not row.failed
-
-
-def test_what_cannot_be_captured_has_a_reason():
-    case, clock = CASES["seed decode"], FakeClock(0.5)
+    # What cannot be captured has a reason.
     clock.graphs = RuntimeError("operation not permitted when stream is capturing\nmore")
     row = run_case("seed", case, clock, LIMITS, ALONE)
     assert row.figures("portattn").graph_ms == ()

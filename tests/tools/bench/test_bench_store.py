@@ -49,8 +49,7 @@ def test_a_line_that_was_cut_off_is_dropped(tmp_path):
     path.write_bytes(whole + msgspec.json.encode(ROW)[:50])
     assert len(results.read(path).rows) == 1
     with results.Store(tmp_path) as file:
-        assert len(file.resume(a_run()).rows) == 1
-        assert path.read_bytes() == whole
+        assert (len(file.resume(a_run()).rows), path.read_bytes()) == (1, whole)
         file.append(ROW)
     assert len(results.read(path).rows) == 2
 
@@ -63,37 +62,26 @@ def test_committed_results_stay_readable(path):
         assert (workloads.read(path) or results.read(path)).rows
 
 
-@pytest.mark.parametrize("field", results.SAME)
-def test_rows_of_another_thing_are_not_gone_on_with(tmp_path, field):
-    begun(tmp_path)
-    other = {"core": True, "only_host": True, "rounds": 9}.get(field, "other")
-    with results.Store(tmp_path) as file, pytest.raises(ArgumentError, match=f"its {field} is"):
-        file.resume(a_run(**{field: other}))
-
-
 def test_earlier_rows_are_kept(tmp_path):
     path = begun(tmp_path)
     before = path.read_bytes()
     with results.Store(tmp_path) as file:
         kept = [file.start(), file.start(), file.start()]
-    assert len(set(kept)) == 3
-    assert kept[0].read_bytes() == before
-    assert path.read_bytes() == b""
+    assert (len(set(kept)), kept[0].read_bytes(), path.read_bytes()) == (3, before, b"")
 
 
-def test_nothing_to_go_on_with(tmp_path):
-    with results.Store(tmp_path / "new") as file, pytest.raises(ArgumentError, match="no such file to go on with"):
-        file.resume(a_run())
-
-
-def test_two_runs_do_not_share_a_folder(tmp_path):
-    with results.Store(tmp_path), pytest.raises(ArgumentError, match="another run is writing there now"):
-        results.Store(tmp_path)
+def test_nothing_to_go_on_with_and_a_folder_that_another_run_has(tmp_path):
+    with results.Store(tmp_path) as file:
+        with pytest.raises(ArgumentError, match="no such file to go on with"):
+            file.resume(a_run())
+        with pytest.raises(ArgumentError, match="another run is writing there now"):
+            results.Store(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
+        ("rows.jsonl", msgspec.json.encode(a_run(schema=4)).decode() + "\n", "schema version 4"),
         ("rows.jsonl", "", "holds no run"),
         ("rows.jsonl", '{"type": "row"}\n', "rows.jsonl:1: not a line of bench results"),
         ("rows.jsonl", '{"type": "cell"}\n', "rows.jsonl:1: not a line of bench results"),
@@ -105,13 +93,6 @@ def test_what_cannot_be_read(tmp_path, name, text, message):
     (tmp_path / name).write_text(text)
     with pytest.raises(DataError, match=message):
         results.read(tmp_path / name)
-
-
-def test_a_run_of_another_schema(tmp_path):
-    path = begun(tmp_path)
-    path.write_bytes(msgspec.json.encode(msgspec.structs.replace(a_run(), schema=4)) + b"\n")
-    with pytest.raises(DataError, match="schema version 4"):
-        results.read(path)
 
 
 def test_an_error_that_is_infinite_is_none():
@@ -163,20 +144,16 @@ def test_parts_become_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("field", results.SAME)
-def test_parts_of_other_things_are_refused(tmp_path: Path, field: str) -> None:
+def test_rows_of_another_thing_are_neither_gone_on_with_nor_joined(tmp_path: Path, field: str) -> None:
+    begun(tmp_path)
     other = {"core": True, "only_host": True, "rounds": 9}.get(field, "other")
+    with results.Store(tmp_path) as file, pytest.raises(ArgumentError, match=f"its {field} is"):
+        file.resume(a_run(**{field: other}))
     first, second = (
         part(tmp_path / "a", "paged", PAGED[:1]), part(tmp_path / "b", "decode", DECODE[:1], **{field: other}),
     )  # fmt: skip
     assert f"its {field} is {other!r}" in run(first, second, "--out", tmp_path / "whole", exits=2).output
     assert not (tmp_path / "whole").exists()
-
-
-def test_a_case_that_two_have_measured_is_refused(tmp_path: Path) -> None:
-    first, second = part(tmp_path / "a", "paged", PAGED[:2]), part(tmp_path / "b", "paged", PAGED[1:3])
-    done = run(first, second, "--out", tmp_path / "whole", exits=2)
-    assert repr(PAGED[1].name) in done.output
-    assert str(first) in done.output
 
 
 def test_what_lay_there_is_kept(tmp_path: Path) -> None:
@@ -187,8 +164,10 @@ def test_what_lay_there_is_kept(tmp_path: Path) -> None:
     assert len(list((tmp_path / "whole").glob("rows-*.jsonl"))) == 1
 
 
-def test_a_damaged_part_is_named(tmp_path: Path) -> None:
-    first, second = part(tmp_path / "a", "paged", PAGED[:1]), part(tmp_path / "b", "decode", DECODE[:1])
+def test_a_case_that_two_have_measured_and_a_damaged_part_are_named(tmp_path: Path) -> None:
+    first, second = part(tmp_path / "a", "paged", PAGED[:2]), part(tmp_path / "b", "paged", PAGED[1:3])
+    said = run(first, second, "--out", tmp_path / "whole", exits=2).output
+    assert (repr(PAGED[1].name) in said, str(first) in said) == (True, True)
     path = second / results.ROWS
     path.write_bytes(path.read_bytes().replace(b'"rounds_ms"', b'"rounds_us"'))
     assert str(path) in run(first, second, "--out", tmp_path / "whole", exits=2).output

@@ -99,12 +99,9 @@ def test_long_calls_heat_the_card_first():
     # Twelve calls of 1 ms a turn: 24 ms a round, of which 400 ms have 16 on top of the first.
     assert [calls for _, _, calls in clock.turns] == [1, 12] * 2 + [12] * 2 * (16 + 3)
     assert {len(ms) for ms in turns.ms.values()} == {3}
-    short = FakeClock(0.01)
-    rounds.interleaved(contenders("a"), short, "hot", 3)
-    assert len(short.turns) == 2 + 3
-    cold = FakeClock(1.0)
-    rounds.interleaved(contenders("a"), cold, "cold", 3)
-    assert len(cold.turns) == 2 + 3
+    for clock, timing in ((FakeClock(0.01), "hot"), (FakeClock(1.0), "cold")):
+        rounds.interleaved(contenders("a"), clock, timing, 3)
+        assert len(clock.turns) == 2 + 3
 
 
 def test_slow_calls_have_few_rounds():
@@ -129,8 +126,9 @@ class Restless(FakeClock):
 def test_there_are_rounds_until_a_ratio_is_known(monkeypatch):
     turns = rounds.interleaved(contenders("a", "b"), Restless(0.1, monkeypatch, 0.0), "cold", 3)
     assert {len(ms) for ms in turns.ms.values()} == {rounds.MORE * 3}
-    steady = rounds.interleaved(contenders("a", "b"), FakeClock(0.1), "cold", 3)
-    assert {len(ms) for ms in steady.ms.values()} == {3}
+    for clock in (FakeClock(0.1), Restless(0.01, monkeypatch, 9.0)):  # what is asked for is timed however long it takes
+        turns = rounds.interleaved(contenders("a", "b"), clock, "cold", 3)
+        assert {len(ms) for ms in turns.ms.values()} == {3}
 
 
 @pytest.mark.parametrize("kind", ["hot", "cold", "do_bench"])
@@ -138,11 +136,6 @@ def test_no_more_rounds_than_there_is_time(monkeypatch, kind):
     """Of whatever kind the turns are: what counts is what a round takes in all."""
     count = len(rounds.interleaved(contenders("a", "b"), Restless(0.01, monkeypatch, 0.2), kind, 3).ms["a"])
     assert (count - 1) * 2 * 0.2 <= rounds.MORE_S < count * 2 * 0.2 + 1e-9
-
-
-def test_what_is_asked_for_is_timed_however_long_it_takes(monkeypatch):
-    turns = rounds.interleaved(contenders("a", "b"), Restless(0.01, monkeypatch, 9.0), "cold", 3)
-    assert {len(ms) for ms in turns.ms.values()} == {3}
 
 
 def test_a_confidence_interval():
@@ -154,16 +147,15 @@ def test_a_confidence_interval():
 
 
 def test_when_a_ratio_is_known():
-    assert rounds.is_precise({})
-    assert rounds.is_precise({"a": [1.0, 1.0, 1.0]})
-    assert rounds.is_precise({"a": [1.0, 1.3, 1.1], "b": [1.0, 1.3, 1.1]})
-    assert not rounds.is_precise({"a": [1.0, 1.0, 1.0], "b": [1.0, 1.1, 1.05]})
-    assert not rounds.is_precise({"a": [1.0], "b": [1.0]})
-    assert rounds.is_precise({"a": [1.0, 1.0, 1.0], "b": [1.4, 1.5, 1.6]})  # far enough behind
-    assert rounds.is_precise({"a": [1.0, 1.0, 1.0], "b": [1.1]})  # no longer there
     ratios = [1.0, 1.02] * 8
-    assert rounds.is_precise({"a": [1.0] * 16, "b": ratios})
-    assert not rounds.is_precise({"a": [1.0] * 4, "b": ratios[:4]})
+    for times, precise in (
+        ({}, True), ({"a": [1.0, 1.0, 1.0]}, True), ({"a": [1.0, 1.3, 1.1], "b": [1.0, 1.3, 1.1]}, True),
+        ({"a": [1.0, 1.0, 1.0], "b": [1.0, 1.1, 1.05]}, False), ({"a": [1.0], "b": [1.0]}, False),
+        ({"a": [1.0, 1.0, 1.0], "b": [1.4, 1.5, 1.6]}, True),  # far enough behind
+        ({"a": [1.0, 1.0, 1.0], "b": [1.1]}, True),  # no longer there
+        ({"a": [1.0] * 16, "b": ratios}, True), ({"a": [1.0] * 4, "b": ratios[:4]}, False),
+    ):  # fmt: skip
+        assert rounds.is_precise(times) is precise, times
 
 
 def test_who_is_far_behind_takes_part_in_one_round_that_counts():

@@ -38,7 +38,7 @@ def keys(identity: Identity) -> dict[str, str]:
     return {spec.target.name: found[spec.id] for spec in wanted}
 
 
-def test_a_quirk_changes_its_backends_digest_alone(tmp_path: Path) -> None:
+def test_a_quirk_an_arch_and_tuning_change_their_backends_digest_alone(tmp_path: Path) -> None:
     plant(tmp_path, "rocm-0901-one", 'note = "x"')
     before = Registry.read(find_backends(), tmp_path)
     path = plant(tmp_path, "rocm-0901-one", 'note = "y"')
@@ -49,9 +49,6 @@ def test_a_quirk_changes_its_backends_digest_alone(tmp_path: Path) -> None:
     (tmp_path / "any" / "any-0901-two.toml").unlink()
     path.write_text("# a comment\n" + path.read_text().replace("2027-06-01", "2027-07-01"))
     assert changed(before, Registry.read(find_backends(), tmp_path)) == set(), "no plan reads a review date"
-
-
-def test_an_arch_and_tuning_change_their_digests() -> None:
     known = Registry.load()
     arch = msgspec.structs.replace(known.arches["cuda"]["sm_90"], cores=1)
     arches = known.arches | {"cuda": known.arches["cuda"] | {"sm_90": arch}}
@@ -90,15 +87,12 @@ def test_a_key_counts_all_that_its_cell_depends_on(made: Identity, change: dict,
     assert {target for target in was if was[target] != now[target]} == cells
 
 
-def test_a_device_counts_for_its_own_backend(made: Identity) -> None:
+def test_a_device_counts_for_its_own_backend_and_components_of_a_toolchain_count(made: Identity) -> None:
     device = Device(target="cuda:sm_90", chip="NVIDIA H200", versions={"driver": "570.1"})
     other = msgspec.structs.replace(made, host=msgspec.structs.replace(made.host, devices=(device,)))
     was, now = keys(made), keys(other)
     assert was["cuda:sm_90"] != now["cuda:sm_90"]
     assert (was["rocm:gfx942"], str(other.host)) == (now["rocm:gfx942"], "NVIDIA H200 (driver 570.1)")
-
-
-def test_components_of_a_toolchain_count(made: Identity) -> None:
     one, two = (cell_key(made, "c", "cuda:sm_90", "triton==3.6.0", {"ptxas": v}) for v in ("12.8.93", "13.0.1"))
     assert one != two
 

@@ -56,29 +56,24 @@ def test_scaling_down_keeps_what_decides_the_code(shrink):
         assert (launch["splits"] > 1) == (made.launch.splits > 1), named.name
 
 
+ENDED = {"kind": "NotImplementedError", "message": "\nno such thing\nmore"}
+
+
 @pytest.mark.parametrize(
-    ("facts", "outcome", "reason"),
+    ("reply", "outcome", "reason"),
     [
-        (GOOD, "pass", ""),
-        (GOOD | {"error": 0.21}, "fail", "out's error 0.21 is over its budget 0.2"),
-        (GOOD | {"wrong": 3}, "fail", "3 elements are NaN"),
-        (GOOD | {"lse_error": 0.3, "lse_budget": 0.2}, "fail", "LSE's error 0.3"),
-        (GOOD | {"lse_error": 0.1, "lse_budget": 0.2}, "pass", ""),
+        ({"facts": GOOD}, "pass", ""), ({"facts": GOOD | {"lse_error": 0.1, "lse_budget": 0.2}}, "pass", ""),
+        ({"facts": GOOD | {"error": 0.21}}, "fail", "out's error 0.21 is over its budget 0.2"),
+        ({"facts": GOOD | {"wrong": 3}}, "fail", "3 elements are NaN"),
+        ({"facts": GOOD | {"lse_error": 0.3, "lse_budget": 0.2}}, "fail", "LSE's error 0.3"),
+        *((ENDED | {"outcome": how}, how, f"{how}: NotImplementedError: no such thing")
+          for how in ("error", "crash", "hang")),
     ],
-)
-def test_a_verdict_needs_every_figure_in_its_budget(facts, outcome, reason):
-    seen = findings.numerics(Reply(outcome="ok", facts=facts), "here", dense(dtype="fp16", head_dim=64).problem)
-    assert seen.outcome == outcome
-    assert reason in seen.reason
-
-
-@pytest.mark.parametrize("outcome", ["error", "crash", "hang"])
-def test_a_run_that_does_not_end_well_is_kept_as_such(outcome):
-    reply = Reply(outcome=outcome, kind="NotImplementedError", message="\nno such thing\nmore")
-    seen = findings.numerics(reply, "here", dense(dtype="fp16", head_dim=64).problem)
-    assert seen.outcome == outcome
-    assert findings.figure(seen) == f"FAIL: {seen.reason}"
-    assert seen.reason == f"{outcome}: NotImplementedError: no such thing"
+)  # fmt: skip
+def test_a_verdict_needs_every_figure_in_its_budget_and_a_run_that_ends_well(reply, outcome, reason):
+    seen = findings.numerics(Reply(**{"outcome": "ok"} | reply), "here", dense(dtype="fp16", head_dim=64).problem)
+    assert (seen.outcome, reason in seen.reason) == (outcome, True)
+    assert outcome in ("pass", "fail") or (seen.reason, findings.figure(seen)) == (reason, f"FAIL: {reason}")
 
 
 def test_both_tiles_of_gradients_are_filled():
@@ -92,9 +87,7 @@ def test_both_tiles_of_gradients_are_filled():
         assert small.seq_q > max(one.block_m for one in launch.kernels())
         assert small.seq_k > 2 * max(one.block_n for one in launch.kernels())
         # What only a compiler reads does not tell one specialisation from another.
-        interpreter, worker = Interpreter(1.0), CountingWorker()
-        interpreter.missing = ""
-        worker.go.set()
+        interpreter, worker = ready()
         for compiled in ({}, {"num_warps": 8}, {"rows_warps": 8, "rows_stages": 3}):
             interpreter.check(msgspec.structs.replace(made, launch=launch.changed(compiled)), worker)
         assert len(worker.requests) == 1
@@ -110,9 +103,7 @@ def test_ptx_is_interpreted_as_the_form_without_it(op, read):
     )  # fmt: skip
     made = plan(problem, parse_target(SM_90, "triton==3.6.0"), settings=Settings(backend="triton"))
     assert made.lowering.unpack == "ptx"
-    interpreter, worker = Interpreter(1.0), CountingWorker()
-    interpreter.missing = ""
-    worker.go.set()
+    interpreter, worker = ready()
     interpreter.check(made, worker)
     assert [asked["lowering"]["unpack"] for asked in worker.requests] == [read]
 
@@ -132,9 +123,7 @@ def test_loads_that_this_triton_has_not_are_interpreted_by_pointers_and_that_is_
 ):
     """The plan is another compiler's, whose quirks say nothing of the Triton that interprets."""
     monkeypatch.setattr(triton_interpreter, "installed_toolchain", lambda: Toolchain.parse(here))
-    interpreter, worker = Interpreter(1.0), CountingWorker()
-    interpreter.missing = ""
-    worker.go.set()
+    interpreter, worker = ready()
     made = plan(dense(dtype="fp16", head_dim=64).problem, parse_target("ascend:ascend910b2", "triton-ascend==3.2.0"))
     assert made.lowering.load == "block_ptr"
     seen = interpreter.check(loading(made, load), worker)
@@ -197,9 +186,17 @@ class CountingWorker:
         return Reply(outcome="ok", facts=GOOD)
 
 
-def test_a_specialisation_is_interpreted_once_whoever_asks(monkeypatch):
-    monkeypatch.setattr(triton_interpreter, "interpreter_missing", lambda: "")
+def ready():
+    """An interpreter that is there, and a worker that answers at once."""
     interpreter, worker = Interpreter(1.0), CountingWorker()
+    interpreter.missing = ""
+    worker.go.set()
+    return interpreter, worker
+
+
+def test_a_specialisation_is_interpreted_once_whoever_asks():
+    interpreter, worker = ready()
+    worker.go.clear()
     made = plan(dense(dtype="fp16", head_dim=64).problem, parse_target(SM_80, "triton==3.6.0"))
     found = []
     threads = [threading.Thread(target=lambda: found.append(interpreter.check(made, worker))) for _ in range(3)]
@@ -208,8 +205,7 @@ def test_a_specialisation_is_interpreted_once_whoever_asks(monkeypatch):
     worker.go.set()
     for thread in threads:
         thread.join()
-    assert len(worker.requests) == 1
-    assert [seen.outcome for seen in found] == ["pass"] * 3
+    assert (len(worker.requests), [seen.outcome for seen in found]) == (1, ["pass"] * 3)
     other = plan(dense(dtype="fp16", head_dim=80).problem, parse_target(SM_80, "triton==3.6.0"))
     interpreter.check(other, worker)
     assert len(worker.requests) == 2
@@ -253,11 +249,9 @@ def test_damage_is_seen(monkeypatch, damage):
 
 
 def test_the_reference_path_is_compared_too():
-    problem = support.problem(seqlens_k=True)
-    request = {"problem": msgspec.to_builtins(problem), "path": "reference", "target": "cpu:generic"}
-    facts = verdict.compare(request | {"device": "cpu"})["facts"]
-    assert facts["wrong"] == 0
-    assert facts["error"] <= facts["budget"]
+    request = {"path": "reference", "target": "cpu:generic", "device": "cpu"}
+    facts = verdict.compare(request | {"problem": msgspec.to_builtins(support.problem(seqlens_k=True))})["facts"]
+    assert (facts["wrong"], facts["error"] <= facts["budget"]) == (0, True)
 
 
 def test_fewer_bits_in_a_product_widen_the_budget_by_what_they_cost():

@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+from portattn.errors import QuirkConflict
 from portattn.planning.registry import devices
 from portattn.schema.toolchain import Toolchain, installed_toolchain
 from portattn.testing import executor
@@ -179,24 +180,11 @@ def test_several_toolchains_in_one_run_each_have_their_own_compiler(planted, sma
 
 
 @pytest.mark.usefixtures("no_interpreter")
-def test_a_compiler_that_is_taken_away_while_it_runs_is_a_cell(small, tmp_path):
-    specs = select.specs(small[:1], select.targets(["sm_90"], [], None))
-    (cell,) = cells_of(specs, pythons={HERE: str(tmp_path / "gone")}).values()
-    assert (cell.status, cell.stage) == ("CRASH", "start")
-    assert "cannot be started: No such file" in cell.reason
-
-
-@pytest.mark.usefixtures("no_interpreter")
-def test_ascend_says_what_it_needs(small):
-    found = cells_of(select.specs(small, select.targets(["ascend910b2"], [], None)))
-    for cell in found.values():
+def test_ascend_says_what_it_needs_and_lowering_to_linalg_is_a_note_and_no_level(planted, small, monkeypatch):
+    for cell in cells_of(select.specs(small, select.targets(["ascend910b2"], [], None))).values():
         assert (cell.status, cell.level) == ("NOT_RUN", "declared")
         assert "`portattn lab create triton-ascend==3.2.0` makes it" in cell.reason
         assert cell.footnotes
-
-
-@pytest.mark.usefixtures("no_interpreter")
-def test_lowering_to_linalg_is_a_note_and_no_level(planted, small, monkeypatch):
     monkeypatch.setattr("portattn.backends.ascend.linalg.executor.missing_reason", lambda: "no mlir-opt here")
     found = cells_of(select.specs(small, select.targets(["ascend910b2"], [], None)), pythons={ASCEND: planted})
     for cell in found.values():
@@ -230,14 +218,18 @@ def test_a_device_that_is_here_runs(small):
     assert any(cell.plan.path == "sdpa" for cell in found.values())
 
 
-def test_a_registry_that_contradicts_itself_is_a_cell(monkeypatch, small):
-    from portattn.errors import QuirkConflict
+@pytest.mark.usefixtures("no_interpreter")
+def test_a_compiler_that_is_taken_away_and_a_registry_that_contradicts_itself_are_cells(monkeypatch, small, tmp_path):
+    specs = select.specs(small[:1], select.targets(["sm_90"], [], None))
+    (cell,) = cells_of(specs, pythons={HERE: str(tmp_path / "gone")}).values()
+    assert (cell.status, cell.stage) == ("CRASH", "start")
+    assert "cannot be started: No such file" in cell.reason
 
     def conflict(*_):
         raise QuirkConflict("launch num_warps", ("cuda-0001-a", 4), ("cuda-0002-b", 8))
 
     monkeypatch.setattr(run, "plan", conflict)
-    (cell,) = cells_of(select.specs(small[:1], select.targets(["sm_90"], [], None))).values()
+    (cell,) = cells_of(specs).values()
     assert (cell.status, cell.stage) == ("ERROR", "plan")
     assert "cuda-0001-a and cuda-0002-b" in cell.reason
 
