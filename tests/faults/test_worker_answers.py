@@ -231,20 +231,15 @@ import os, signal, sys, threading, time
 sys.path.append({here!r})
 from workerfaults import runs, until
 from portattn.worker.client import Worker
-
 class Alarm(Exception):
     pass
-
 def alarm(number, frame):
     raise Alarm
-
 signal.signal(signal.SIGALRM, alarm)
-
 def interrupt():
     while not os.path.exists({notes!r}):
         time.sleep(0.01)
     os.kill(os.getpid(), signal.{name})
-
 threading.Thread(target=interrupt).start()
 with Worker(python={python!r}) as worker:
     try:
