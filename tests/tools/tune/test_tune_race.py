@@ -9,6 +9,8 @@ from portattn.tools.tune.run import TuneOptions
 class SlowHost:
     """A device clock with which a launch seems to take `launched_ms`, and a replay `device_ms`."""
 
+    has_graphs = True
+
     def __init__(self, launched_ms: float, device_ms: float) -> None:
         self.launched_ms, self.device_ms, self.captured = launched_ms, device_ms, 0
 
