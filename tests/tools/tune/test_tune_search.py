@@ -24,8 +24,7 @@ def test_the_fastest_replaces_the_incumbent(class_of, search):
     tunable = FakeTunable({64: Made(100.0), 32: Made(80.0), 128: Made(90.0)})
     outcome, records = search(tunable, class_of(tunable))
     assert (outcome.choice, outcome.incumbent) == (choice(32), choice(64))
-    assert outcome.replaces
-    assert outcome.measured
+    assert (outcome.replaces, outcome.measured) == (True, True)
     assert (outcome.ratio, outcome.runner_up) == (pytest.approx(0.8), choice(128))
     (result,) = outcome.results
     assert (result.times.least, result.times.median) == (pytest.approx(80.0), pytest.approx(80.4))
@@ -64,8 +63,7 @@ def test_what_goes_wrong_while_it_is_timed_is_not_chosen(class_of, search, us, b
 def test_within_the_noise_the_incumbent_stays(class_of, search):
     tunable = FakeTunable({64: Made(100.0), 32: Made(100.0 * (1 - race.NOISE / 2))})
     outcome, records = search(tunable, class_of(tunable))
-    assert outcome.choice == choice(64)
-    assert not outcome.replaces
+    assert (outcome.choice, outcome.replaces) == (choice(64), False)
     assert {n: words[-1] for n, words in verdicts(records).items()} == {64: "kept", 32: "within noise"}
 
 
@@ -86,9 +84,7 @@ def test_the_clearly_slower_are_abandoned_after_a_probe(class_of, search):
     assert verdicts(records)[32] == ["slower", "abandoned"]
     assert clock.thorough.count(False) == 3
     assert clock.thorough.count(True) == 2 * (3 + 1)
-
-
-def test_only_so_many_finalists_take_turns(class_of, search):
+    # Only so many finalists take turns.
     tunable = FakeTunable({64: Made(100.0)} | {n: Made(100.0 + i) for i, n in enumerate((1, 2, 4, 8, 16, 32, 128))})
     clock = FakeClock()
     search(tunable, class_of(tunable), clock=clock, rounds=1)
@@ -120,9 +116,7 @@ def test_compiling_rules_out_before_the_device_is_asked(class_of, search):
 def test_twins_and_what_the_planner_refuses_are_left_out(class_of, search):
     tunable = FakeTunable({64: Made(100.0), 1: Made(90.0, "twin"), 2: Made(90.0, "twin"), 4: Made(1.0, "refused")})
     outcome, records = search(tunable, class_of(tunable))
-    assert outcome.choice == choice(1)
-    assert verdicts(records)[2] == ["twin"]
-    assert verdicts(records)[4] == ["refused"]
+    assert (outcome.choice, verdicts(records)[2], verdicts(records)[4]) == (choice(1), ["twin"], ["refused"])
 
 
 def test_a_choice_for_several_problems_is_the_best_on_average_and_right_on_all(class_of, search):
@@ -195,14 +189,7 @@ def test_a_budget_that_is_spent_leaves_the_rest_and_says_so(class_of, search):
     assert "not reached" in verdicts(records)[32]
 
 
-def test_out_of_memory_ends_the_class_and_not_the_run(class_of, search):
-    tunable = FakeTunable({64: Made(100.0, "out of memory")})
-    outcome, _ = search(tunable, class_of(tunable))
-    assert outcome.choice is None
-    assert outcome.reason.startswith("out of memory")
-
-
-def test_what_an_interrupted_run_compiled_is_not_compiled_again(class_of, search):
+def test_what_an_interrupted_run_compiled_is_not_compiled_again_and_what_ended_it_not_tried(class_of, search):
     tunable = FakeTunable({64: Made(100.0), 32: Made(80.0)})
     of = class_of(tunable)
     first, records = search(tunable, of)
@@ -211,16 +198,11 @@ def test_what_an_interrupted_run_compiled_is_not_compiled_again(class_of, search
     tunable.compiled.clear()
     again, _ = search(tunable, of, history=History(codes))
     assert (tunable.compiled, again.choice) == ([], first.choice)
-
-
-def test_what_ended_the_process_is_not_tried_again(class_of, search):
     tunable = FakeTunable({64: Made(100.0), 32: Made(1.0), 128: Made(90.0)})
     of = class_of(tunable)
     history = History([Trying(name=of.name, problem=SMALL, choice=choice(32).key)])
     outcome, records = search(tunable, of, history=history)
-    assert outcome.choice == choice(128)
-    assert verdicts(records)[32] == ["broke"]
-    assert 32 not in tunable.started
+    assert (outcome.choice, verdicts(records)[32], 32 in tunable.started) == (choice(128), ["broke"], False)
 
 
 def test_what_only_the_device_shows_not_to_fit_is_no_fault(class_of, search):
@@ -231,7 +213,12 @@ def test_what_only_the_device_shows_not_to_fit_is_no_fault(class_of, search):
     assert red(records, {outcome.name: outcome}) == []
 
 
-def test_a_device_that_is_lost_ends_the_run(class_of, search, monkeypatch):
+def test_out_of_memory_ends_the_class_and_a_device_that_is_lost_the_run(class_of, search, monkeypatch):
+    tunable = FakeTunable({64: Made(100.0, "out of memory")})
+    outcome, _ = search(tunable, class_of(tunable))
+    assert outcome.choice is None
+    assert outcome.reason.startswith("out of memory")
+
     def synchronize(device):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
@@ -243,6 +230,8 @@ def test_a_device_that_is_lost_ends_the_run(class_of, search, monkeypatch):
 
 class Stopwatch:
     """A benchmark clock that says what a call takes, and how it was asked."""
+
+    has_graphs = True
 
     def __init__(self, ms: float) -> None:
         self.ms, self.turns, self.graphs = ms, [], 0
