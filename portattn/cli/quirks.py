@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 
 OP = "quirks probe"
+FOLDER = {"type": click.Path(path_type=Path, exists=True, file_okay=False)}
 
 
 @click.command()
@@ -40,11 +41,7 @@ OP = "quirks probe"
     "--seconds", type=SECONDS, default=180.0, show_default=True,
     help="Limit of each arm: a compiler that takes longer hangs.",
 )  # fmt: skip
-@click.option(
-    "--folder",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="Quirk files to probe; portattn's own and installed packages' by default.",
-)
+@param_types.options(("--folder", FOLDER, "Quirk files to probe; portattn's own and installed packages' by default."))
 @output.json_option
 def probe(
     ids: tuple[str, ...], toolchain: tuple[str, ...], all_toolchains: bool, target: str | None, record: bool, jobs: int,
@@ -59,16 +56,18 @@ def probe(
     Exit status 1: a verdict is red. 3: no probe could run here. Ctrl-C keeps what has been recorded."""
     from portattn.planning.registry import Registry, find_backends
     from portattn.tools.quirks import probe as probing
+    from portattn.tools.quirks.examples import arches_of
     from portattn.tools.quirks.probe_results import record as write
 
     if toolchain and all_toolchains:
         raise ArgumentError(OP, "--toolchain", ", ".join(toolchain), "goes without --all-toolchains")
     registry = Registry.read(find_backends(), folder) if folder else Registry.load()
     names, missing = _toolchains(toolchain, all_toolchains, registry)
-    quirks = _chosen(ids, registry)
+    named = {quirk.id: quirk for quirk in (output.quirk_of(OP, text, registry) for text in ids)}
+    quirks = list((named if ids else registry.quirks).values())
     target = registry.target(target, "none").name if target is not None else None
     if target is not None and not ids:
-        quirks = [quirk for quirk in quirks if _is_example_target(quirk, target, registry)]
+        quirks = [quirk for quirk in quirks if tuple(target.split(":")) in arches_of(quirk, registry)]
     wanted = probing.jobs(quirks, names, target, registry)
     probed: list[tuple[probing.Job, ProbeResult]] = []
     written = 0
@@ -124,19 +123,6 @@ def _toolchains(named: tuple[str, ...], everything: bool, registry: Registry) ->
         if not is_installed(name) and name not in STAND_INS:
             lab.need(name)
     return list(dict.fromkeys(named)), []
-
-
-def _chosen(ids: tuple[str, ...], registry: Registry) -> list[Quirk]:
-    if not ids:
-        return list(registry.quirks.values())
-    found = {quirk.id: quirk for quirk in (output.quirk_of(OP, text, registry) for text in ids)}
-    return list(found.values())
-
-
-def _is_example_target(quirk: Quirk, target: str, registry: Registry) -> bool:
-    from portattn.tools.quirks.examples import arches_of
-
-    return target in [f"{backend}:{arch}" for backend, arch in arches_of(quirk, registry)]
 
 
 def _tell(results: list[ProbeResult], missing: list[str], written: int | None) -> None:
@@ -324,11 +310,7 @@ def why(target: str, toolchain: str | None, as_json: bool) -> None:
 
 
 @quirks.command()
-@click.option(
-    "--folder",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="Quirk files to audit; portattn's own and installed packages' by default.",
-)
+@param_types.options(("--folder", FOLDER, "Quirk files to audit; portattn's own and installed packages' by default."))
 @click.option("--today", type=click.DateTime(["%Y-%m-%d"]), help="The day that review dates are compared with.")
 @output.json_option
 def audit(folder: Path | None, today: datetime.datetime | None, as_json: bool) -> None:

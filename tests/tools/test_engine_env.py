@@ -97,8 +97,7 @@ def test_made_once(script, tmp_path, capfd):
     assert json.loads(capfd.readouterr().out)["engines"] == {"toy-1.0": "outdated: its list has changed"}
     assert script.main(["make", "toy==1.0"]) == 0
     assert (folder / script.MARKER).stat().st_mtime_ns != before
-    assert script.main(["remove", "toy-1.0"]) == 0
-    assert made(tmp_path) == []
+    assert (script.main(["remove", "toy-1.0"]), made(tmp_path)) == (0, [])
     assert script.main(["remove", "toy-1.0"]) == script.BAD
 
 
@@ -217,8 +216,7 @@ def test_ended_while_testing(script, capfd, monkeypatch):
 def test_newest_and_every_list(script, capfd, monkeypatch):
     for version in ("0.9", "0.10", "0.10.1"):
         listed(script, version)
-    assert script.main(["list", "--newest"]) == 0
-    assert capfd.readouterr().out == "toy==0.10.1\n"
+    assert (script.main(["list", "--newest"]), capfd.readouterr().out) == (0, "toy==0.10.1\n")
     monkeypatch.setattr(script, "LISTS", ROOT / "tests" / "engines" / "requirements")
     assert script.known()
     assert all({"torch==2.13.0", "triton==3.6.0"} <= set(script.recipe(name).packages) for name in script.known())

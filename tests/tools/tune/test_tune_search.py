@@ -56,8 +56,7 @@ def test_what_is_wrong_is_never_timed_and_never_chosen(class_of, search, behavio
 def test_what_goes_wrong_while_it_is_timed_is_not_chosen(class_of, search, us, behaviour):
     tunable = FakeTunable({64: Made(100.0), 32: Made(us, behaviour), 128: Made(90.0)})
     outcome, records = search(tunable, class_of(tunable))
-    assert outcome.choice == choice(128)
-    assert verdicts(records)[32][-1] == "wrong"
+    assert (outcome.choice, verdicts(records)[32][-1]) == (choice(128), "wrong")
 
 
 def test_within_the_noise_the_incumbent_stays(class_of, search):
@@ -81,8 +80,7 @@ def test_the_clearly_slower_are_abandoned_after_a_probe(class_of, search):
     tunable = FakeTunable({64: Made(100.0), 32: Made(100.0 * race.ABANDON + 1), 128: Made(110.0)})
     clock = FakeClock()
     _, records = search(tunable, class_of(tunable), clock=clock, rounds=3)
-    assert verdicts(records)[32] == ["slower", "abandoned"]
-    assert clock.thorough.count(False) == 3
+    assert (verdicts(records)[32], clock.thorough.count(False)) == (["slower", "abandoned"], 3)
     assert clock.thorough.count(True) == 2 * (3 + 1)
     # Only so many finalists take turns.
     tunable = FakeTunable({64: Made(100.0)} | {n: Made(100.0 + i) for i, n in enumerate((1, 2, 4, 8, 16, 32, 128))})
@@ -139,8 +137,7 @@ def test_without_a_device_the_incumbent_stays_if_it_compiles(class_of, search):
     tunable = FakeTunable({64: Made(), 128: Made()})
     outcome, records = search(tunable, class_of(tunable), timed=False)
     assert (outcome.choice, outcome.replaces, outcome.measured) == (choice(64), False, False)
-    assert verdicts(records) == {64: ["kept"], 128: ["compiles"]}
-    assert tunable.started == []
+    assert (verdicts(records), tunable.started) == ({64: ["kept"], 128: ["compiles"]}, [])
 
 
 NOT_TIMED = TIMED.replace("NVIDIA H200", "H100, not present").replace("true", "false")
@@ -209,8 +206,7 @@ def test_what_only_the_device_shows_not_to_fit_is_no_fault(class_of, search):
     """A candidate that no child compiles, as a variant's may be, is ruled out when it is first run."""
     tunable = FakeTunable({64: Made(100.0), 32: Made(1.0, "too large")})
     outcome, records = search(tunable, class_of(tunable))
-    assert verdicts(records)[32] == ["ruled out"]
-    assert red(records, {outcome.name: outcome}) == []
+    assert (verdicts(records)[32], red(records, {outcome.name: outcome})) == (["ruled out"], [])
 
 
 def test_out_of_memory_ends_the_class_and_a_device_that_is_lost_the_run(class_of, search, monkeypatch):
