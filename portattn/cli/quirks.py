@@ -152,14 +152,12 @@ def quirks() -> None:
 
 
 @quirks.command("list")
-@click.option(
-    "--backend", type=param_types.BACKEND, metavar="NAME", help="Only this backend's, and those of every backend.",
+@param_types.options(
+    ("--backend", {"type": param_types.BACKEND, "metavar": "NAME"}, "Only this backend's, and those of every backend."),
+    ("--kind", {"type": param_types.KIND, "metavar": "workaround|limit"},
+     "Only work-arounds, or only limits of hardware and language."),
+    ("--symptom", {"type": param_types.SYMPTOM, "metavar": "WORD"}, "Only this symptom, such as wrong-result."),
 )  # fmt: skip
-@click.option(
-    "--kind", type=param_types.KIND, metavar="workaround|limit",
-    help="Only work-arounds, or only limits of hardware and language.",
-)  # fmt: skip
-@click.option("--symptom", type=param_types.SYMPTOM, metavar="WORD", help="Only this symptom, such as wrong-result.")
 @output.target_option("Only those that can apply on this target.", "--active-on")
 @output.toolchain_option("The compiler for --active-on; the installed one by default.")
 @output.json_option

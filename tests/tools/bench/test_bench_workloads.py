@@ -33,10 +33,6 @@ def rows_of(*arguments):
     return rows
 
 
-def test_help_names_every_set():
-    assert f"(scripts/bench_sets/):{','.join(workloads.WORKLOADS)}." in "".join(bench("--help").output.split())
-
-
 @pytest.mark.parametrize("arguments", [TREE, DENSE], ids=["masks", "flash_attn"])
 def test_results_of_engines_are_checked(arguments):
     ours = [row for row in rows_of(*arguments) if row["contender"] == "portattn"]
