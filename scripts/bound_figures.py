@@ -112,16 +112,12 @@ def main(only: str) -> None:
     rows = [one for one in kept.get("rows", ()) if only not in one["source"]]
     rows += [row(worker, *item) for item in timed() if only in item[0] and item[-1] >= SHORTEST]
     known = [one for one in rows if "bound" in one]
-    by_memory = {
-        flag: summary([one for one in known if (one["binding"] == "memory") is flag]) for flag in (True, False)
-    }
+    memory, rest = ([one for one in known if (one["binding"] == "memory") is flag] for flag in (True, False))
     kept |= {"target": str(TARGET), "chip": "NVIDIA H200", "kernels": kernel_source_digest(), "all": summary(known)}
-    kept |= {"memory binds": by_memory[True], "else": by_memory[False], "without a bound": len(rows) - len(known)}
+    kept |= {"memory binds": summary(memory), "else": summary(rest), "without a bound": len(rows) - len(known)}
     kept |= {"searches": list(searches(known)), "rows": rows}
-    text = json.dumps(kept, ensure_ascii=False)
-    path.write_text(
-        re.sub(r'(?<=[\]}\d]), "|(?<=}), {|(?<=\[)(?={)', lambda found: found[0].replace(" ", "\n"), text) + "\n"
-    )
+    text = json.dumps(kept, ensure_ascii=False)  # a row on a line
+    path.write_text(text.replace("}, {", "},\n{").replace(": [{", ": [\n{") + "\n")
 
 
 if __name__ == "__main__":

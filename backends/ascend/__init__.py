@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from portattn.schema.problem import Problem
     from portattn.testing.executor import Executor
 
-# Both functions have arguments for more features (atten_mask, dropout_mask). They are passed as documented, or not.
+# Of the other features softcap has no argument, and a boolean mask has one that is not passed.
 CALLED_WITHOUT = "is called without"
 
 SUPPORTED_ARCHES = ("ascend910b*", "ascend910_93")  # Atlas A2 and A3

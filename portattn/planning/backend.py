@@ -254,9 +254,9 @@ class Backend:
         raise NotImplementedError
 
     def arch_of(self, device: str) -> str | None:
-        """Return the arch whose `devices` name a device, or that stands for it (`relatives`) with a warning, or None.
+        """Return the arch whose `devices` name a device, else the arch whose `relatives` match it, or None.
 
-        For `detect`."""
+        Warns once of a device that has no arch of its own."""
         from portattn.planning.data_files import load_arches
 
         arches = load_arches(self.folder)

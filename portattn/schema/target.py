@@ -50,8 +50,8 @@ class Arch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                    that a target can be given as
     families       families that it belongs to, the narrowest first; a quirk's `when.arch` and a target can name one
     devices        names of its devices, as glob patterns, in the words of the backend's `detect`; empty: its own name
-    relatives      names of further devices of its family, as glob patterns: those that no arch's `devices` has are
-                   planned as this arch, with a warning
+    relatives      names of further devices of its family, as glob patterns: a device that no arch lists is planned as
+                   this arch, with a warning
     compiler_target  its GPUTarget in Triton: (Triton's backend, arch, lanes of a warp)
     traits         its properties for the choice of tiles and loads; see TRAITS
     core_threads, core_registers, register_unit, reserved_memory

@@ -172,16 +172,18 @@ def lower_bound(problem: Problem, launch: Launch, of: Costs, target: Target) -> 
 
 def _steps(problem: Problem, launch: Launch, kernel: CoreKernel) -> Iterator[tuple[int, int]]:
     """Yield (tiles of keys of a program, programs of so many), of a head's row tiles."""
-    p, keys = problem, problem.seq_k
+    p = problem
     packs = problem.group if ROWS[p.op].packs_heads else 1
     heads = p.heads_q // packs
     splits = launch.splits if isinstance(kernel, DecodeSplit) else 1
     if p.backward or not (p.tokens or p.op in ("attention", "varlen_attention") or isinstance(kernel, DecodeSplit)):
         raise NoBound(f"{p.op}: no bound counts its steps")
+    if p.chunk or p.block_mask:
+        raise NoBound(f"{p.op}: no bound counts its steps with {'chunks' if p.chunk else 'lists of blocks'}")
     sequences, rows = p.query_rows
     if p.packed:  # of one number of rows, equal sequences have the fewest pairs
         sequences, rows = p.batch, (p.total_q or 0) // max(p.batch, 1)
-    keys = p.tokens or (keys if p.total_k is None else p.total_k // max(p.batch, 1))
+    keys = p.tokens or (p.seq_k if p.total_k is None else p.total_k // max(p.batch, 1))
     shift = keys - rows if p.causal == "bottom_right" else 0
     right = 0 if p.causal != "none" and not p.tokens else p.window_right
     for begin in range(0, rows * packs, launch.block_m):
@@ -195,10 +197,12 @@ def _steps(problem: Problem, launch: Launch, kernel: CoreKernel) -> Iterator[tup
 
 def compulsory_bytes(problem: Problem) -> int:
     """Return the bytes of the queries, the attended keys and values, and the result, each once."""
+    kernel = CORES[problem.op]
     p, item = problem, TORCH_DTYPE[problem.dtype].itemsize
     sequences, rows = p.query_rows
     rows = p.total_q or rows * sequences
-    keys = p.tokens or p.seq_k
+    keys = p.tokens or (kernel.keys(p) if isinstance(kernel, DecodeSplit) else p.seq_k)
+    keys = min(keys, p.seq_q) if p.causal == "top_left" else keys
     keys = p.total_k if p.total_k is not None else keys * p.batch
     stored = item if p.kv_format == "as_q" else KV_STORED.itemsize / p.cache_format.per_byte
     width = p.head_dim if p.op == "mla_attention" else p.head_dim + p.head_dim_v

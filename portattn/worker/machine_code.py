@@ -30,7 +30,7 @@ class WarpInstruction(NamedTuple):
     """One instruction of a warp.
 
     unit     matrix, transcendental, half_rate, vector, scratchpad, or other (scalar, global memory, branches)
-    kind     of a product, the type of its operands: f16, bf16, tf32, f32, f8, i8
+    kind     of a product, the type of its operands: f16 (and bf16), tf32, f32, f8, f4, i8
     amount   of a product, the warp's floating-point operations; of the scratchpad, the warp's bytes
     shape    of a product, rows × columns
     target   of a branch, its label
@@ -86,7 +86,7 @@ def key_loops(text: str) -> list[KeyLoop]:
 
 
 def instructions_of_key_loop(text: str) -> int:
-    """Return the instructions of the longest key loop, those that branches may skip included; 0 without products."""
+    """Return the length of the longest key loop, with blocks that branches may skip; 0 without products."""
     return max((loop.whole for loop in key_loops(text) if loop.operations()), default=0)
 
 
@@ -102,7 +102,7 @@ def _loop(lines: Sequence[WarpInstruction], labels: Mapping[str, int], begin: in
 def _path(
     lines: Sequence[WarpInstruction], labels: Mapping[str, int], begin: int, end: int, products: bool
 ) -> tuple[WarpInstruction, ...]:
-    """Return instructions along the branches forward; `products`: also along conditional ones that skip products."""
+    """Return the instructions along branches forward; `products`: also along conditional ones that skip products."""
     kept, place = [], begin
     while place <= end:
         one = lines[place]

@@ -30,10 +30,8 @@ from portattn.tools.bench.rounds import DeviceClock  # noqa: E402
 from portattn.tools.tune.race import DeviceSampleClock  # noqa: E402
 
 DEVICE = f"{NAME}:1"
-DENSE = Problem(
-    batch=2, heads_q=4, heads_k=2, seq_q=5, seq_k=7, head_dim=16, head_dim_v=16, dtype="fp32", causal="bottom_right",
-    return_lse=True,
-)  # fmt: skip
+DENSE = Problem(batch=2, heads_q=4, heads_k=2, seq_q=5, seq_k=7, head_dim=16, head_dim_v=16, dtype="fp32",
+    causal="bottom_right", return_lse=True)  # fmt: skip
 Case = Callable[[], str]
 CASES: dict[str, Case] = {}
 
@@ -92,8 +90,7 @@ for name in opcalls.CALLS:
         CASES[f"{name} {dtype}"] = of_op(name, dtype=dtype, head_dim_v=opcalls.CALLS[name].get("head_dim_v", 16))
 CASES |= {name: of_op("attention", **PLAIN | fields) for name, fields in DENSE_CASES.items()} | {
     "decode plain": of_op("decode", **DECODE), "decode rows": of_op("decode", **DECODE | {"seq_q": 3}),
-    "large pages": of_op("paged", head_dim_v=16, dtype="fp16", seq_q=1, seq_k=384, page_size=128),
-}  # fmt: skip
+    "large pages": of_op("paged", head_dim_v=16, dtype="fp16", seq_q=1, seq_k=384, page_size=128)}  # fmt: skip
 
 
 @case
@@ -106,8 +103,7 @@ def inference_mode() -> str:
 def side_stream() -> str:
     with torch.Stream(device=DEVICE) as stream:
         found = CASES["causal"]()
-        assert torch.accelerator.current_stream(DEVICE) == stream
-        assert runtime(NAME).stream(1) == stream.native_handle
+        assert (torch.accelerator.current_stream(DEVICE), runtime(NAME).stream(1)) == (stream, stream.native_handle)
     return found
 
 
@@ -158,9 +154,8 @@ def trained() -> str:
             call = oracle64.random_call(msgspec.structs.replace(DENSE, causal=causal), device=DEVICE)
             leaves = [tensor.detach().requires_grad_() for tensor in (call.q, call.k, call.v)]
             call = dataclasses.replace(call, **dict(zip("qkv", leaves, strict=True)))
-            found = torch.autograd.grad(
-                loss(*portattn.attention(**opcalls.given(call))), leaves, allow_unused=True, materialize_grads=True
-            )
+            found = torch.autograd.grad(loss(*portattn.attention(**opcalls.given(call))), leaves, allow_unused=True,
+                materialize_grads=True)  # fmt: skip
             for grad, exact in zip(found, oracle64.gradients(call, name), strict=True):
                 torch.testing.assert_close(grad.cpu().double(), exact, rtol=1e-4, atol=1e-5)
     return "right"
@@ -236,8 +231,7 @@ def timed() -> str:
         numbers.add_(1.0)
 
     assert min(clock.turn_ms(run, "hot", 3, 1.0), *DeviceSampleClock(NAME).samples(run, "hot", True)) > 0.0
-    assert clock.peak_extra_bytes(run) is None
-    assert clock.lost() == ""
+    assert (clock.peak_extra_bytes(run), clock.lost()) == (None, "")
     return chip_name(device)
 
 

@@ -16,11 +16,9 @@ def sent(q: tuple[int, ...], kv: tuple[int, ...], inner: int, layout: str, optio
     mesh: Any = None
     if 1 < inner < world:
         mesh = init_device_mesh("cpu", (world // inner, inner), mesh_dim_names=("ring", "heads"))
-    shared = context_parallel(mesh, method=method, layout=layout)
-    length = q[2] // world
-    tensors = [
-        torch.randn(*sizes[:2], length, sizes[3], dtype=torch.bfloat16).requires_grad_() for sizes in (q, kv, kv)
-    ]
+    shared, length = context_parallel(mesh, method=method, layout=layout), q[2] // world
+    tensors = [torch.randn(*sizes[:2], length, sizes[3], dtype=torch.bfloat16).requires_grad_()
+        for sizes in (q, kv, kv)]  # fmt: skip
     found: dict[str, Any] = {}
     counted = [0, 0]
     batch, exchange = dist.batch_isend_irecv, dist.all_to_all_single

@@ -16,10 +16,8 @@ from portattn.testing import tolerance
 GARBAGE_PAGE = 5  # the page size of a rank's pages is its own: other than that of the whole cache
 
 
-def attend(
-    name: str, fields: dict[str, Any], seed: int, interleave: int, heads: str, lengths: list[int] | None = None,
-    poison: str = "apart", device: str = "cpu", compiled: bool = False,
-) -> dict[str, Any]:  # fmt: skip
+def attend(name: str, fields: dict[str, Any], seed: int, interleave: int, heads: str, lengths: list[int] | None = None,
+        poison: str = "apart", device: str = "cpu", compiled: bool = False) -> dict[str, Any]:  # fmt: skip
     """A random call of opcalls.CALLS over a shard: {error, budget, …, bits}, bits of the whole result."""
     call = tolerance.random_call(opcalls.problem(name, **fields), seed, poison=poison)  # type: ignore[arg-type]
     if lengths is not None:
@@ -197,8 +195,7 @@ def without_memory() -> dict[str, Any]:
 
 def appended(layout: str, interleave: int, quantised: bool) -> None:
     """Prefill, then tokens one and several at a time: parts are the rows of the whole cache, rotated as they are."""
-    parallel = decode_parallel(interleave=interleave)
-    generator = torch.Generator().manual_seed(1)
+    parallel, generator = decode_parallel(interleave=interleave), torch.Generator().manual_seed(1)
     batch, heads, rows, dim = 3, 2, 30, 8
     angles = torch.rand(rows, 2, generator=generator)
     rotary = {"cos": angles.cos(), "sin": angles.sin()}
@@ -232,8 +229,7 @@ def appended(layout: str, interleave: int, quantised: bool) -> None:
 
 def written_pages(interleave: int) -> float:
     """vLLM's way: slots from positions and this rank's page table; then paged attention over what was written."""
-    parallel = decode_parallel(interleave=interleave)
-    generator = torch.Generator().manual_seed(2)
+    parallel, generator = decode_parallel(interleave=interleave), torch.Generator().manual_seed(2)
     page, lengths = 4, [23, 0, 9]
     k, v = (torch.randn(sum(lengths), 2, 8, generator=generator) for _ in "kv")
     q = torch.randn(3, 4, 1, 8, generator=generator)

@@ -12,8 +12,7 @@ from portattn.distributed import context_parallel
 def losses_that_differ(method: str) -> dict[str, float]:
     """By leaf: the largest error. The first rank takes out and LSE, the second out alone, a third the LSE alone."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    shared = context_parallel(method=method)
-    generator = torch.Generator().manual_seed(5)
+    shared, generator = context_parallel(method=method), torch.Generator().manual_seed(5)
     whole = {name: torch.randn(1, 6, 12, 8, generator=generator).requires_grad_() for name in "qkv"}
     mine = {name: shared.shard(tensor.detach()).requires_grad_() for name, tensor in whole.items()}
 

@@ -134,8 +134,7 @@ def joined(parallel: ContextParallel, parts: list[torch.Tensor], name: str, leng
         return torch.stack(parts).sum(0)
     shape = list(parts[0].shape)
     shape[2] = length
-    whole = parts[0].new_full(shape, float("nan"))
-    shards = parallel.shards
+    whole, shards = parts[0].new_full(shape, float("nan")), parallel.shards
     for rank, part in enumerate(parts):
         at = 0
         for start, stop in shards.rows(length, rank // shards.inner, rank % shards.inner):

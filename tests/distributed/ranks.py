@@ -24,10 +24,8 @@ def run(module: str, ranks: int, folder: Path, *functions: str, timeout: float =
     here = Path(__file__).parent
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join([str(here), str(here.parent), *sys.path]))
     environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "FATAL"}
-    done = subprocess.run(
-        [sys.executable, __file__, module, str(ranks), str(folder), *functions],
-        env=environment, capture_output=True, text=True, timeout=timeout,
-    )  # fmt: skip
+    done = subprocess.run([sys.executable, __file__, module, str(ranks), str(folder), *functions], env=environment,
+        capture_output=True, text=True, timeout=timeout)  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, dict[int, Any]] = {function: {} for function in functions}
     for function, by_rank in found.items():

@@ -27,8 +27,7 @@ def all_refusals(rank: int, ranks: int, folder: Path) -> dict[str, str]:
     """By name: the error. After each of them a right call must work."""
     zigzag, heads = context_parallel(), context_parallel(method="ulysses")
     both = context_parallel(init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses")))
-    rows = torch.ones(1, 4, 16, 8)
-    packed = torch.ones(16, 4, 8)
+    rows, packed = torch.ones(1, 4, 16, 8), torch.ones(16, 4, 8)
     cu = (0, 20, 64)
     found: dict[str, str] = {}
 

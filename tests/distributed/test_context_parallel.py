@@ -62,11 +62,9 @@ def test_compiled_calls_autocast_plans_and_shards(tmp_path: Path) -> None:
     for rank, said in found["compiled"].items():
         assert max(said["furthest"]) < 1e-5, said
         assert said["says why"], rank
-    assert found["seen"][0]["rows"] == [*range(8), *range(24, 32)]
-    assert found["seen"][1]["rows"] == [*range(8, 24)]
+    assert (found["seen"][0]["rows"], found["seen"][1]["rows"]) == ([*range(8), *range(24, 32)], [*range(8, 24)])
     for said in found["seen"].values():
-        assert said["dtypes"] == ["torch.bfloat16"] * 2
-        assert said["gradient"] == "torch.float32"
+        assert (said["dtypes"], said["gradient"]) == (["torch.bfloat16"] * 2, "torch.float32")
         assert said["plan"] in ("sdpa", "reference")
 
 

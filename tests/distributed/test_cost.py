@@ -21,14 +21,11 @@ Start = Callable[[int], Ranks]
 LONG = ((1, 32, 131072, 128), (1, 8, 131072, 128))
 
 
-@pytest.mark.parametrize(
-    ("world", "inner", "layout", "options"),
-    [
-        (4, 1, "zigzag", {"causal": True}), (4, 1, "contiguous", {"causal": True}), (4, 1, "contiguous", {}),
-        (4, 1, "contiguous", {"causal": True, "window": (5, 0)}), (4, 4, "zigzag", {"causal": True}),
-        (4, 2, "zigzag", {"causal": True}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("world", "inner", "layout", "options"), [
+    (4, 1, "zigzag", {"causal": True}), (4, 1, "contiguous", {"causal": True}), (4, 1, "contiguous", {}),
+    (4, 1, "contiguous", {"causal": True, "window": (5, 0)}), (4, 4, "zigzag", {"causal": True}),
+    (4, 2, "zigzag", {"causal": True}),
+])  # fmt: skip
 def test_bytes_and_messages_are_those_of_the_call(ranks, world, inner, layout, options):
     q, kv = (2, 8, 64, 16), (2, 2, 64, 16)
     seen = ranks(world).run(cost_ranks.sent, q, kv, inner, layout, options)
@@ -56,10 +53,9 @@ def test_pairs_by_formula_are_those_by_counting() -> None:
         left, right = (source.choice([None, *range(-4, 9)]) for _ in "lr")
         if left is not None and right is not None and right < -left:
             continue
-        counted = sum(
-            (left is None or j >= i + keys - rows - left) and (right is None or j <= i + keys - rows + right)
-            for i, j in itertools.product(range(rows), range(keys))
-        )
+        counted = sum((left is None or j >= i + keys - rows - left)
+            and (right is None or j <= i + keys - rows + right)
+            for i, j in itertools.product(range(rows), range(keys)))  # fmt: skip
         assert pairs(rows, keys, left, right) == counted
 
 
@@ -99,50 +95,39 @@ def test_thousands_of_ranks() -> None:
     assert sum(call.count for call in found.calls) == 256
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"ranks": 0}, "ranks is 0, but must be an integer ≥ 1"),
-        ({"ranks": 8, "inner": 3}, "ranks is 8, but must be a multiple of inner, 3"),
-        ({"ranks": 3}, "S is 131072, but must be a multiple of 6"),
-        ({"ranks": 64, "inner": 64}, "heads_q is 32, but must be a multiple of inner, 64"),
-        ({"ranks": 2, "layout": "striped"}, "layout is 'striped', but must be one of zigzag, contiguous"),
-        ({"ranks": 2, "dtype": "fp8"}, "dtype is 'fp8', but must be one of bf16, fp16, fp32"),
-    ],
-)
+@pytest.mark.parametrize(("options", "text"), [
+    ({"ranks": 0}, "ranks is 0, but must be an integer ≥ 1"),
+    ({"ranks": 8, "inner": 3}, "ranks is 8, but must be a multiple of inner, 3"),
+    ({"ranks": 3}, "S is 131072, but must be a multiple of 6"),
+    ({"ranks": 64, "inner": 64}, "heads_q is 32, but must be a multiple of inner, 64"),
+    ({"ranks": 2, "layout": "striped"}, "layout is 'striped', but must be one of zigzag, contiguous"),
+    ({"ranks": 2, "dtype": "fp8"}, "dtype is 'fp8', but must be one of bf16, fp16, fp32"),
+])  # fmt: skip
 def test_bad_input(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ArgumentError) as raised:
         context_parallel_cost(*LONG, **options)
     assert text in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"ranks": 0}, "decode_parallel_cost: ranks is 0, but must be an integer ≥ 1"),
-        ({"ranks": 2, "dtype": "fp8"}, "decode_parallel_cost: dtype is 'fp8'"),
-        ({"ranks": 3, "heads": "shard"}, "decode_parallel_cost: heads_q is 64, but must be a multiple of the 3 ranks"),
-        ({"ranks": 2, "heads": "some"}, "decode_parallel_cost: heads is 'some', but must be one of all, shard"),
-        ({"ranks": 2, "kv": (1, 2, 4096, 576), "latent": True}, "heads_k is 2, but must be 1 of latent keys"),
-        ({"ranks": 2, "dim_v": 577, "latent": True}, "dim_v is 577, but must be at most D, 576: latent values are"),
-        ({"ranks": 2, "dim_v": 0}, "decode_parallel_cost: dim_v is 0, but must be an integer ≥ 1"),
-    ],
-)
+@pytest.mark.parametrize(("options", "text"), [
+    ({"ranks": 0}, "decode_parallel_cost: ranks is 0, but must be an integer ≥ 1"),
+    ({"ranks": 2, "dtype": "fp8"}, "decode_parallel_cost: dtype is 'fp8'"),
+    ({"ranks": 3, "heads": "shard"}, "decode_parallel_cost: heads_q is 64, but must be a multiple of the 3 ranks"),
+    ({"ranks": 2, "heads": "some"}, "decode_parallel_cost: heads is 'some', but must be one of all, shard"),
+    ({"ranks": 2, "kv": (1, 2, 4096, 576), "latent": True}, "heads_k is 2, but must be 1 of latent keys"),
+    ({"ranks": 2, "dim_v": 577, "latent": True}, "dim_v is 577, but must be at most D, 576: latent values are"),
+    ({"ranks": 2, "dim_v": 0}, "decode_parallel_cost: dim_v is 0, but must be an integer ≥ 1"),
+])  # fmt: skip
 def test_bad_input_of_decoding(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ArgumentError) as raised:
         decode_parallel_cost(**{"q": (1, 64, 1, 576), "kv": (1, 1, 4096, 576)} | options)
     assert text in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({}, "bf16, no mask"),
-        ({"causal": True}, "bf16, causal"),
-        ({"window": (4096, None)}, "bf16, window (4096, None)"),
-        ({"causal": True, "window": (4096, None)}, "bf16, causal, window (4096, None)"),
-    ],
-)
+@pytest.mark.parametrize(("options", "text"), [
+    ({}, "bf16, no mask"), ({"causal": True}, "bf16, causal"), ({"window": (4096, None)}, "bf16, window (4096, None)"),
+    ({"causal": True, "window": (4096, None)}, "bf16, causal, window (4096, None)"),
+])  # fmt: skip
 def test_the_first_line_says_the_mask(options: dict[str, Any], text: str) -> None:
     assert context_parallel_cost(*LONG, ranks=8, **options).explain().splitlines()[0].endswith(text)
     assert decode_parallel_cost((1, 64, 1, 128), (1, 8, 4096, 128), ranks=2).explain().splitlines()[0].endswith("bf16")
@@ -166,19 +151,16 @@ def test_the_command_prints_text_and_json() -> None:
     assert "decode over 2 ranks" in CliRunner().invoke(main, decode).output
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        (("--rate", "lunk=3"), "--rate is 'lunk=3', but must be one of forward, backward"),
-        (("--rate", "link=fast"), "must have a positive number behind ="),
-        (("--window", "3"), "--window is '3', but must be two integers"),
-        (("--heads", "shard"), "--heads goes with --decode alone"),
-        (("--decode", "--causal"), "--causal does not go with --decode"),
-        (("--inner", "3"), "context-parallel: --ranks is 8, but must be a multiple of --inner, 3"),
-        (("--dv", "0"), "context-parallel: --dv is 0, but must be an integer ≥ 1"),
-        (("--ranks", "7"), "context-parallel: S of --q is "),
-    ],
-)
+@pytest.mark.parametrize(("options", "text"), [
+    (("--rate", "lunk=3"), "--rate is 'lunk=3', but must be one of forward, backward"),
+    (("--rate", "link=fast"), "must have a positive number behind ="),
+    (("--window", "3"), "--window is '3', but must be two integers"),
+    (("--heads", "shard"), "--heads goes with --decode alone"),
+    (("--decode", "--causal"), "--causal does not go with --decode"),
+    (("--inner", "3"), "context-parallel: --ranks is 8, but must be a multiple of --inner, 3"),
+    (("--dv", "0"), "context-parallel: --dv is 0, but must be an integer ≥ 1"),
+    (("--ranks", "7"), "context-parallel: S of --q is "),
+])  # fmt: skip
 def test_the_command_refuses_bad_input(options: tuple[str, ...], text: str) -> None:
     called = CliRunner().invoke(main, ["context-parallel", *SHAPES, *options])
     assert called.exit_code == 2

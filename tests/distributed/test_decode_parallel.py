@@ -51,9 +51,8 @@ def assert_all_right(found: list[dict[str, Any]]) -> None:
     assert len({facts["bits"] for facts in found}) == 1, "ranks have different results"
 
 
-@pytest.mark.parametrize(
-    ("world", "name", "fields", "interleave", "heads"), [c[1:] for c in CASES], ids=[c[0] for c in CASES]
-)
+@pytest.mark.parametrize(("world", "name", "fields", "interleave", "heads"), [c[1:] for c in CASES],
+    ids=[c[0] for c in CASES])  # fmt: skip
 @pytest.mark.parametrize("seed", [0, 1])
 def test_merged_parts_are_the_whole(ranks, world, name, fields, interleave, heads, seed):
     fields = {"leftpad_k": False} | fields if name == "decode" else fields
@@ -82,27 +81,24 @@ def test_ranks_without_memory_for_a_sequence(ranks: Start) -> None:
         assert max(found.values()) < 1e-6, found
 
 
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        ("interleave", "interleave is 1 on ranks 0 to 2, 2 on rank 3, but must be the same on every rank"),
-        ("no interleave", "interleave is 0, but must be an integer ≥ 1 (rank 3)"),
-        ("mesh", "mesh is 'dp, cp', but must have one dimension"),
-        ("lengths", "seqlens_k is [7, 20] on ranks 0 to 2, [6, 19] on rank 3"),
-        ("queries", "q is [((2, 4, 1, 16), torch.float32)] on ranks 0 to 2"),
-        ("scale", "scale is not given on ranks 0 to 2, 0.5 on rank 3"),
-        ("one bad cache", "v_cache's seq is 3, but must be k_cache's, 10 (rank 3)"),
-        ("no lengths", "seqlens_k is None, but must be given"),
-        ("bias", "bias is (2, 4, 1, 10), but is not supported over a sharded cache"),
-        ("chunk", "chunk is 4, but is not supported over a sharded cache"),
-        ("mask", "mask is (2, 4, 1, 10), but is not supported over a sharded cache"),
-        ("tree_mask", "tree_mask is (2, 4, 1, 10), but is not supported over a sharded cache"),
-        ("leftpad_k", "leftpad_k is (2, 4, 1, 10), but is not supported over a sharded cache"),
-        ("gradient", "requires_grad is True, but has no gradient over a sharded cache"),
-        ("unknown", "decode_attention has no argument 'foo': it takes q, k_cache"),
-        ("heads", "heads_q is 2, but must be a multiple of the 4 ranks"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("change", "text"), [
+    ("interleave", "interleave is 1 on ranks 0 to 2, 2 on rank 3, but must be the same on every rank"),
+    ("no interleave", "interleave is 0, but must be an integer ≥ 1 (rank 3)"),
+    ("mesh", "mesh is 'dp, cp', but must have one dimension"),
+    ("lengths", "seqlens_k is [7, 20] on ranks 0 to 2, [6, 19] on rank 3"),
+    ("queries", "q is [((2, 4, 1, 16), torch.float32)] on ranks 0 to 2"),
+    ("scale", "scale is not given on ranks 0 to 2, 0.5 on rank 3"),
+    ("one bad cache", "v_cache's seq is 3, but must be k_cache's, 10 (rank 3)"),
+    ("no lengths", "seqlens_k is None, but must be given"),
+    ("bias", "bias is (2, 4, 1, 10), but is not supported over a sharded cache"),
+    ("chunk", "chunk is 4, but is not supported over a sharded cache"),
+    ("mask", "mask is (2, 4, 1, 10), but is not supported over a sharded cache"),
+    ("tree_mask", "tree_mask is (2, 4, 1, 10), but is not supported over a sharded cache"),
+    ("leftpad_k", "leftpad_k is (2, 4, 1, 10), but is not supported over a sharded cache"),
+    ("gradient", "requires_grad is True, but has no gradient over a sharded cache"),
+    ("unknown", "decode_attention has no argument 'foo': it takes q, k_cache"),
+    ("heads", "heads_q is 2, but must be a multiple of the 4 ranks"),
+])  # fmt: skip
 def test_every_rank_raises_the_same_error(ranks: Start, change: str, text: str) -> None:
     found = ranks(4).run(decode_ranks.raised, change)
     assert text in found[0]
@@ -175,10 +171,8 @@ def test_calls_without_queries_or_without_sequences(scores: dict[str, Any]) -> N
     out, lse = call.run("all")
     assert (out.shape, lse.shape) == ((4, 2, 0, 8), (4, 2, 0))
     options = {**scores, "cu_seqlens_q": lengths.new_zeros(1), "max_seqlen_q": 1}
-    call = PartialCall(
-        "paged_attention", shard, [torch.ones(3, 4, 8)], [cache.transpose(1, 2), cache.transpose(1, 2)],
-        none.view(0, 2), none, options,
-    )  # fmt: skip
+    call = PartialCall("paged_attention", shard, [torch.ones(3, 4, 8)], [cache.transpose(1, 2), cache.transpose(1, 2)],
+        none.view(0, 2), none, options)  # fmt: skip
     out, lse = call.run("all")
     assert torch.equal(out, torch.zeros(4, 3, 8))
     assert torch.equal(lse, torch.full((4, 3), float("-inf")))

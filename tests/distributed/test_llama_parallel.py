@@ -28,19 +28,14 @@ def test_loss_and_gradients_are_those_of_one_process(ranks, world, kind, options
         assert found["gradients"] <= FACTOR * found["of one"] + 1e-6, found
 
 
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        ("packed", "position_ids"),
-        ("padding", "attention_mask is 'tensor of shape (2, 8)', but must be None, or all ones"),
-        ("padding of one", "attention_mask is 'tensor of shape (2, 8)', but must be None, or all ones"),
-        ("positions of one", "must be those of this rank's rows"),
-        ("dropout", "attention_dropout is 0.1, but must be 0"),
-        ("length", "must be a multiple of 4"),
-        ("cache", "past_key_values is 3, but must be empty: use_cache=False"),
-        ("no positions, zigzag", "must be those of this rank's rows"),
-    ],
-)
+@pytest.mark.parametrize(("change", "text"), [
+    ("packed", "position_ids"),
+    ("padding", "attention_mask is 'tensor of shape (2, 8)', but must be None, or all ones"),
+    ("padding of one", "attention_mask is 'tensor of shape (2, 8)', but must be None, or all ones"),
+    ("positions of one", "must be those of this rank's rows"), ("dropout", "attention_dropout is 0.1, but must be 0"),
+    ("length", "must be a multiple of 4"), ("cache", "past_key_values is 3, but must be empty: use_cache=False"),
+    ("no positions, zigzag", "must be those of this rank's rows"),
+])  # fmt: skip
 def test_what_needs_other_ranks_rows_is_refused(ranks: Start, change: str, text: str) -> None:
     for found in ranks(2).run(llama_ranks.refused, change):
         assert text in found, found

@@ -83,13 +83,11 @@ def test_causal_zigzag_steps_are_one_call():
     assert counts == [1, 1, 1, 1]
 
 
-@pytest.mark.parametrize(
-    ("layout", "ring", "inner"), [(a, b, c) for a in LAYOUTS for b in (1, 2, 3) for c in (1, 2, 4)]
-)
+@pytest.mark.parametrize(("layout", "ring", "inner"),
+    [(a, b, c) for a in LAYOUTS for b in (1, 2, 3) for c in (1, 2, 4)])  # fmt: skip
 def test_ranks_share_all_rows_out(layout, ring, inner):
     shards = Shards(layout, ring, inner)
-    length = 3 * shards.unit
-    places = list(itertools.product(range(ring), range(inner)))
+    length, places = 3 * shards.unit, list(itertools.product(range(ring), range(inner)))
     found = [rows_of(shards.rows(length, *place)) for place in places]
     assert {len(rows) for rows in found} == {length // shards.ranks}
     assert sorted(row for rows in found for row in rows) == list(range(length))
@@ -198,8 +196,7 @@ def exact(outs, lses):
 
 def parts(device, dtype, sizes, count):
     """Partial results; each has rows that attended nothing, which hold NaN, and row 0 attended nothing in any."""
-    generator = torch.Generator().manual_seed(len(sizes) + count)
-    found = []
+    generator, found = torch.Generator().manual_seed(len(sizes) + count), []
     for place in range(count):
         out = torch.randn(sizes, generator=generator).to(dtype)
         lse = 20 * torch.randn(sizes[:-1], generator=generator)
@@ -273,9 +270,8 @@ def test_parts_far_apart_are_merged_without_an_overflow(device, apart):
     assert torch.allclose(lse.double(), right_lse, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("rows", "most"), [([], 0), ([(0, 0)], 0), ([(0, 4), (4, 8)], 1), ([(0, 8), (2, 4), (3, 9), (4, 5)], 3)]
-)
+@pytest.mark.parametrize(("rows", "most"), [([], 0), ([(0, 0)], 0), ([(0, 4), (4, 8)], 1),
+    ([(0, 8), (2, 4), (3, 9), (4, 5)], 3)])  # fmt: skip
 def test_most_parts_of_a_row(rows, most):
     assert collectives.most_parts(rows) == most
 
@@ -312,9 +308,8 @@ def test_a_device_on_which_no_kernel_runs_is_said_once_and_torch_merges(monkeypa
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     collectives.can_fuse.cache_clear()
     try:
-        with pytest.warns(
-            portattn.FallbackWarning, match=r"merged by torch's operations: kernels do not run on cuda:0"
-        ):
+        with pytest.warns(portattn.FallbackWarning,
+                match=r"merged by torch's operations: kernels do not run on cuda:0"):  # fmt: skip
             assert not collectives.can_fuse(torch.device("cuda", 0))
         assert not collectives.can_fuse(torch.device("cuda", 0))
     finally:

@@ -10,9 +10,8 @@ from rank_processes import Ranks
 from portattn.errors import PortattnError
 
 Start = Callable[[int], Ranks]
-pytestmark = pytest.mark.skipif(
-    not torch.__version__.startswith(tuple(torch_ranks.inside.SEEN)), reason="private names of another release of torch"
-)
+pytestmark = pytest.mark.skipif(not torch.__version__.startswith(tuple(torch_ranks.inside.SEEN)),
+    reason="private names of another release of torch")  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -27,9 +27,8 @@ def inputs(heads_k: int, length: int, dtype: torch.dtype, seed: int = 0) -> list
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
-def expected(
-    tensors: list[torch.Tensor], is_causal: bool, scale: float | None, dtype: torch.dtype
-) -> list[torch.Tensor]:
+def expected(tensors: list[torch.Tensor], is_causal: bool, scale: float | None,
+        dtype: torch.dtype) -> list[torch.Tensor]:  # fmt: skip
     q, k, v = (t.to(dtype).clone().requires_grad_() for t in tensors[:3])
     repeat = q.shape[1] // k.shape[1]
     scores = q @ k.repeat_interleave(repeat, 1).transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
@@ -43,18 +42,14 @@ def expected(
 def judged(found: list[torch.Tensor], tensors: list[torch.Tensor], is_causal: bool, scale: float | None) -> list[float]:
     exact = expected(tensors, is_causal, scale, torch.float64)
     same = expected(tensors, is_causal, scale, tensors[0].dtype)
-    return [
-        tolerance.largest(ours.double() - right) / tolerance.budget(ours.dtype, right, torchs)
-        for ours, right, torchs in zip(found, exact, same, strict=True)
-    ]
+    return [tolerance.largest(ours.double() - right) / tolerance.budget(ours.dtype, right, torchs)
+        for ours, right, torchs in zip(found, exact, same, strict=True)]  # fmt: skip
 
 
-def unmodified(
-    heads_k: int, length: int, dtype: torch.dtype, is_causal: bool, scale: float | None, order: str
-) -> dict[str, Any]:
+def unmodified(heads_k: int, length: int, dtype: torch.dtype, is_causal: bool, scale: float | None,
+        order: str) -> dict[str, Any]:  # fmt: skip
     """F.scaled_dot_product_attention inside of both context managers, forward and backward."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    tensors = inputs(heads_k, length, dtype)
+    mesh, tensors = init_device_mesh("cpu", (dist.get_world_size(),)), inputs(heads_k, length, dtype)
     shards = [t.clone() for t in tensors]
     torchs = context_parallel(mesh, buffers=shards, buffer_seq_dims=[2] * 4, no_restore_buffers=set(shards))
     first, second = (torch_context_parallel(), torchs) if order == "around" else (torchs, torch_context_parallel())
@@ -68,15 +63,11 @@ def unmodified(
 
 def operators(name: str) -> dict[str, Any]:
     """An operator that is CUDA's, called with DTensors as SDPA calls it there, with its backward."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    tensors = inputs(4, 16, torch.float32)
+    mesh, tensors = init_device_mesh("cpu", (dist.get_world_size(),)), inputs(4, 16, torch.float32)
     shards = [t.clone() for t in tensors]
     calls = []
-    with (
-        torch_context_parallel(),
-        context_parallel(mesh, buffers=shards, buffer_seq_dims=[2] * 4, no_restore_buffers=set(shards)),
-        counted(calls),
-    ):
+    with (torch_context_parallel(), context_parallel(mesh, buffers=shards, buffer_seq_dims=[2] * 4,
+            no_restore_buffers=set(shards)), counted(calls)):  # fmt: skip
         leaves = [t.detach().requires_grad_() for t in shards[:3]]
         q, k, v = (DTensor.from_local(t, mesh, [Shard(2)]) for t in leaves)
         extra = () if "flash" in name else (None, True)
@@ -124,8 +115,7 @@ def refused(options: dict[str, Any]) -> str:
 
 def torch_alone() -> tuple[str, str]:
     """What torch says without the block, before and after one."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    found = []
+    mesh, found = init_device_mesh("cpu", (dist.get_world_size(),)), []
     for _ in range(2):
         q, k, v, _ = (t.clone() for t in inputs(4, 16, torch.float32))
         with context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2] * 3):

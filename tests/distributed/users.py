@@ -59,12 +59,9 @@ def refused_dtensors(rank: int, ranks: int, folder: Path) -> dict[str, str]:
     line = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     parallel, tensor = context_parallel(line), torch.ones(2, 4, 32, 8)
-    rows, batch, copies, other = (
-        distribute_tensor(tensor, mesh, placements)
-        for mesh, placements in (
-            (line, [Shard(2)]), (line, [Shard(3)]), (line, [Replicate()]), (grid, [Shard(0), Shard(2)]),
-        )
-    )  # fmt: skip
+    rows, batch, copies, other = (distribute_tensor(tensor, mesh, placements)
+        for mesh, placements in ((line, [Shard(2)]), (line, [Shard(3)]), (line, [Replicate()]),
+        (grid, [Shard(0), Shard(2)])))  # fmt: skip
     odd = distribute_tensor(tensor[:, :, :30], line, [Shard(2)])
     calls = {
         "head_dim": (batch, batch, batch), "copies": (copies, copies, copies), "mixed": (rows, rows.to_local(), rows),
@@ -157,8 +154,7 @@ class Live(TorchDispatchMode):
 
 def traffic(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
     """Elements of k and v that a rank sends in a forward pass, by mask and layout, in shards of k and v."""
-    sent = 0
-    move = execution._move
+    sent, move = 0, execution._move
 
     def counted(of: Any, to: int, tensors: Any, source: int, into: torch.Tensor) -> Any:
         nonlocal sent
@@ -168,11 +164,9 @@ def traffic(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
     execution._move = counted
     found = {}
     for layout in ("zigzag", "contiguous"):
-        parallel = context_parallel(layout=layout)
-        x = torch.randn(1, 2, 32, 8)
-        for name, options in {
-            "full": {}, "causal": {"causal": True}, "window": {"causal": True, "window": (7, 0)},
-        }.items():  # fmt: skip
+        parallel, x = context_parallel(layout=layout), torch.randn(1, 2, 32, 8)
+        for name, options in {"full": {}, "causal": {"causal": True},
+                "window": {"causal": True, "window": (7, 0)}}.items():  # fmt: skip
             sent = 0
             parallel.attention(x, x, x, **options)
             found[f"{layout}: {name}"] = sent / (2 * x.numel())

@@ -64,8 +64,7 @@ def in_a_fork(work):
 
 def looks():
     """What a forked process sees, what a program that it starts sees, and that it can compile itself."""
-    code = f"import os; print(os.environ.get({SET!r}), os.environ.get({NEW!r}))"
-    program = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    program = subprocess.run([sys.executable, "-c", SHOWS], capture_output=True, text=True, check=True).stdout
     before = seen()
     with compile_environment({NEW: "its own"}):
         inside = seen()
@@ -73,32 +72,25 @@ def looks():
 
 
 UNHARMED = [("own", None), "own None", ("own", "its own"), ("own", None)]
+SHOWS = f"import os; print(os.environ.get({SET!r}), os.environ.get({NEW!r}))"
+ANSWERS = f"answer(facts={{'seen': repr((os.environ.get({SET!r}), os.environ.get({NEW!r})))}})"
 
 
 def test_a_process_forked_while_another_thread_compiles_has_no_quirks_variables():
     with compiling_elsewhere(QUIRK):
-        assert seen() == ("quirk", "quirk")
-        assert in_a_fork(looks) == UNHARMED
+        assert (seen(), in_a_fork(looks)) == (("quirk", "quirk"), UNHARMED)
         assert seen() == ("quirk", "quirk")  # the compile goes on here
-    assert seen() == ("own", None)
-    assert looks() == UNHARMED
-
-
-def test_inner_compiles_are_taken_back_too():
+    assert (seen(), looks()) == (("own", None), UNHARMED)
+    assert in_a_fork(looks) == UNHARMED  # where nothing compiles
     with compiling_elsewhere(QUIRK, {SET: "inner"}):
-        assert seen() == ("inner", "quirk")
-        assert in_a_fork(looks) == UNHARMED
+        assert (seen(), in_a_fork(looks)) == (("inner", "quirk"), UNHARMED)
         assert (outside().get(SET), outside().get(NEW)) == ("own", None)
 
 
 def test_a_fork_of_the_compiling_thread_goes_on_compiling():
     """A compiler that forks has its variables there as well; they end where its compile ends."""
-
-    def goes_on():
-        return seen(), outside().get(SET), outside().get(NEW)
-
     with compile_environment(QUIRK):
-        assert in_a_fork(goes_on) == (("quirk", "quirk"), "own", None)
+        assert in_a_fork(lambda: (seen(), outside().get(SET), outside().get(NEW))) == (("quirk", "quirk"), "own", None)
         process = os.fork()
         if process == 0:  # leaves the block in the forked process, which ends with what it sees then
             status = 1
@@ -112,30 +104,19 @@ def test_a_fork_of_the_compiling_thread_goes_on_compiling():
     assert seen() == ("own", None)
 
 
-def test_a_fork_where_nothing_compiles_changes_nothing():
-    assert in_a_fork(looks) == UNHARMED
-
-
-def test_a_worker_started_while_another_thread_compiles_has_no_quirks_variables(tmp_path):
+@pytest.mark.parametrize(("compiling", "given", "told"), [
+    (compiling_elsewhere, {}, "('own', None)"), (compile_environment, {}, "('own', None)"),
+    (compiling_elsewhere, {SET: None, NEW: "given"}, "(None, 'given')"),
+])  # fmt: skip
+def test_a_worker_started_while_a_thread_compiles_has_its_own_variables_alone(tmp_path, compiling, given, told):
     """Nor does it wait for the compile to end."""
-    body = f"answer(facts={{'seen': repr((os.environ.get({SET!r}), os.environ.get({NEW!r})))}})"
-    with compiling_elsewhere(QUIRK), Worker(python=planted(tmp_path, body)) as worker:
-        assert worker.request("hello", SECONDS).facts == {"seen": "('own', None)"}
-    with compile_environment(QUIRK), Worker(python=planted(tmp_path, body)) as worker:
-        assert worker.request("hello", SECONDS).facts == {"seen": "('own', None)"}
-
-
-def test_what_a_worker_is_given_counts_more(tmp_path):
-    body = f"answer(facts={{'seen': repr((os.environ.get({SET!r}), os.environ.get({NEW!r})))}})"
-    given = {SET: None, NEW: "given"}
-    with compiling_elsewhere(QUIRK), Worker(python=planted(tmp_path, body), environment=given) as worker:
-        assert worker.request("hello", SECONDS).facts == {"seen": "(None, 'given')"}
+    with compiling(QUIRK), Worker(python=planted(tmp_path, ANSWERS), environment=given) as worker:
+        assert worker.request("hello", SECONDS).facts == {"seen": told}
 
 
 def test_programs_can_be_started_without_the_variables():
-    code = f"import os; print(os.environ.get({SET!r}), os.environ.get({NEW!r}))"
     with compiling_elsewhere(QUIRK):
-        told = subprocess.run([sys.executable, "-c", code], env=outside(), capture_output=True, text=True, check=True)
+        told = subprocess.run([sys.executable, "-c", SHOWS], env=outside(), capture_output=True, text=True, check=True)
     assert told.stdout == "own None\n"
 
 
@@ -145,8 +126,7 @@ def test_an_interrupted_compile_leaves_nothing_behind():
 
     with pytest.raises(Interrupt), compile_environment(QUIRK):
         raise Interrupt
-    assert seen() == ("own", None)
-    assert outside().get(NEW) is None
+    assert (seen(), outside().get(NEW)) == (("own", None), None)
 
 
 ORPHAN = """

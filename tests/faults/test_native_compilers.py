@@ -1,5 +1,6 @@
 """Whatever CC is and does, native.load gives the functions or one reason; nothing half done is left."""
 
+import functools
 import os
 import signal
 import subprocess
@@ -87,16 +88,12 @@ def test_whatever_the_compiler_does(name: str, tmp_path: Path, monkeypatch: pyte
     assert time.monotonic() - begun < SECONDS / 2
 
 
-@pytest.mark.parametrize(
-    ("named", "said"),
-    [
-        ('gcc "', "is no command: No closing quotation"),
-        ("  ", "names no program"),
-        ("/", "cannot be started: Permission denied"),
-        ("/does/not/exist -O3", "cannot be started: No such file or directory"),
-        ("/etc/hostname", "cannot be started: "),
-    ],
-)
+@pytest.mark.parametrize(("named", "said"), [
+    ('gcc "', "is no command: No closing quotation"), ("  ", "names no program"),
+    ("/", "cannot be started: Permission denied"),
+    ("/does/not/exist -O3", "cannot be started: No such file or directory"),
+    ("/etc/hostname", "cannot be started: "),
+])  # fmt: skip
 def test_whatever_cc_is(named: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", named)
     assert said in refused(_load, tmp_path / "cache")
@@ -105,9 +102,8 @@ def test_whatever_cc_is(named: str, said: str, tmp_path: Path, monkeypatch: pyte
 def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CC", "")
-    assert forked(_load, tmp_path / "cache") == (
-        False, "no C compiler: none of gcc, clang, cc is on the path, and CC is not set",
-    )  # fmt: skip
+    assert forked(_load, tmp_path / "cache") == (False,
+        "no C compiler: none of gcc, clang, cc is on the path, and CC is not set")  # fmt: skip
 
 
 def _without_header(folder: Path) -> tuple[bool, str]:
@@ -120,22 +116,14 @@ def test_without_python_h(tmp_path: Path) -> None:
     assert "Python.h" in refused(_without_header, tmp_path)
 
 
-def _under_a_limit(folder: Path) -> tuple[bool, str]:
-    no_file_over(4096)
+def _under_a_limit(size: int, folder: Path) -> tuple[bool, str]:
+    no_file_over(size)
     return _load(folder)
 
 
 def test_a_disk_that_is_full(tmp_path: Path) -> None:
-    assert refused(_under_a_limit, tmp_path / "cache")
-
-
-def _no_file_over_a_page(folder: Path) -> tuple[bool, str]:
-    no_file_over(1024)  # as on a full disk: what a compiler says has no place either
-    return _load(folder)
-
-
-def test_a_disk_that_takes_no_word_of_the_compiler(tmp_path: Path) -> None:
-    why = refused(_no_file_over_a_page, tmp_path)
+    assert refused(functools.partial(_under_a_limit, 4096), tmp_path / "cache")
+    why = refused(functools.partial(_under_a_limit, 1024), tmp_path)  # what a compiler says has no place either
     assert why.startswith(f"native.c was not compiled: no file can be written in {tmp_path}")
     assert why.endswith(": No space left on device")
 
@@ -150,9 +138,8 @@ def test_without_a_home(tmp_path: Path) -> None:
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     environment |= {"TMPDIR": str(tmp_path), "CC": "false"}
     code = "from portattn.launch import native; print(native.load()[1])"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=SECONDS, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment,
+        timeout=SECONDS, check=True)  # fmt: skip
     assert done.stdout.strip()
 
 
@@ -181,17 +168,15 @@ def test_an_interrupt_passes_through(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """Ctrl-C while a compiler runs: it ends with all it started, and leaves no half file."""
     started = tmp_path / "started"
     monkeypatch.setenv("CC", script(tmp_path, f'echo half > "$out"\nsleep 1000 &\necho $! > {started}\nwait'))
-    child = subprocess.Popen(
-        [sys.executable, "-c", INTERRUPTED, str(tmp_path / "cache")], stdout=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}, preexec_fn=interruptible,
-    )  # fmt: skip
+    child = subprocess.Popen([sys.executable, "-c", INTERRUPTED, str(tmp_path / "cache")], stdout=subprocess.PIPE,
+        text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        preexec_fn=interruptible)  # fmt: skip
     end = time.monotonic() + SECONDS
     while not (started.exists() and started.read_text().strip()) and time.monotonic() < end:
         time.sleep(0.02)
     child.send_signal(signal.SIGINT)
     said, _ = child.communicate(timeout=SECONDS)
-    assert said.splitlines() == ["begun", "interrupted {}"]
-    assert left(tmp_path / "cache") == []
+    assert (said.splitlines(), left(tmp_path / "cache")) == (["begun", "interrupted {}"], [])
     sleeper = int(started.read_text())
     while Path(f"/proc/{sleeper}").exists() and time.monotonic() < end:
         if Path(f"/proc/{sleeper}/stat").read_text().split()[2] == "Z":

@@ -9,6 +9,7 @@ import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from store_children import FORK, NOBODY, SECONDS, become_nobody, forked
@@ -57,11 +58,7 @@ def _loaded_again(folder: Path) -> tuple[bool, str]:
 
 def _only_loaded(folder: Path) -> tuple[bool, str]:
     """As `_loaded_again`, where nothing can be compiled."""
-
-    def refuse(place: Path) -> None:
-        raise BuildError(NOT_MADE)
-
-    native._compile = refuse
+    native._compile = Mock(side_effect=BuildError(NOT_MADE))
     return _loaded_again(folder)
 
 
@@ -81,10 +78,8 @@ def test_a_library_that_was_changed(place: Path, library: bytes) -> None:
     chance = random.Random(3)
     for _ in range(200):
         at, kind = chance.randrange(len(library)), chance.randrange(3)
-        changed = {
-            0: library[:at] + bytes([library[at] ^ 1 << chance.randrange(8)]) + library[at + 1 :],
-            1: library[:at] + b"\0" + library[at:], 2: library + chance.randbytes(8),
-        }[kind]  # fmt: skip
+        changed = {0: library[:at] + bytes([library[at] ^ 1 << chance.randrange(8)]) + library[at + 1 :],
+            1: library[:at] + b"\0" + library[at:], 2: library + chance.randbytes(8)}[kind]  # fmt: skip
         place.write_bytes(changed)
         with pytest.raises(UntrustedPath, match="not whole"):
             native.open_library(place)
@@ -196,8 +191,7 @@ def test_what_was_checked_is_what_is_loaded(place: Path, monkeypatch: pytest.Mon
 
 
 def test_sixteen_processes_make_one_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = tmp_path / "made"
-    compiler = tmp_path / "compiler"
+    made, compiler = tmp_path / "made", tmp_path / "compiler"
     compiler.write_text(f'#!/bin/sh\necho x >> {made}\nexec gcc "$@"\n')
     compiler.chmod(0o755)
     monkeypatch.setenv("CC", str(compiler))

@@ -34,16 +34,13 @@ def record(key: str, reason: str = "PassManager::run failed — in π") -> Compi
     return planted_records.record(key, reason=reason, facts={"spills": 0, "mix_mode": "mix"})
 
 
-incident = functools.partial(
-    planted_records.incident, log="line\n" * 30, environment={"TRITON_X": "1"},
-    specialisation={"types": {"q": "*fp16"}},
-)  # fmt: skip
+incident = functools.partial(planted_records.incident, log="line\n" * 30, environment={"TRITON_X": "1"},
+    specialisation={"types": {"q": "*fp16"}})  # fmt: skip
 
 
 def damaged(data: bytes, others: list[bytes], chance: random.Random) -> bytes | None:
     """One change of a file's bytes; None: a folder in its place."""
-    place = chance.randrange(len(data))
-    kind = chance.randrange(8)
+    place, kind = chance.randrange(len(data)), chance.randrange(8)
     if kind == 0:
         return data[:place] + bytes([data[place] ^ (1 << chance.randrange(8))]) + data[place + 1 :]
     if kind == 1:
@@ -62,8 +59,7 @@ def damaged(data: bytes, others: list[bytes], chance: random.Random) -> bytes | 
 
 
 def test_damaged_verdicts_and_incidents_are_absent_or_what_was_put(tmp_path: Path) -> None:
-    chance = random.Random(20261122)
-    kept = CompileStore(tmp_path)
+    chance, kept = random.Random(20261122), CompileStore(tmp_path)
     put = {key: record(key) for key in KEYS}
     for one in put.values():
         kept.put(one)
@@ -100,11 +96,8 @@ def test_a_file_under_another_key_is_absent(tmp_path: Path) -> None:
     kept.add_incident(incident("one"))
     (tmp_path / "incidents" / "one.json").rename(tmp_path / "incidents" / "two.json")
     fresh = CompileStore(tmp_path)
-    assert fresh.get(KEYS[0]) == record(KEYS[0])
-    assert fresh.get(KEYS[1]) is None
-    assert fresh.incident("two") is None
-    assert list(fresh.incidents()) == []
-    assert fresh.count() == (1, 1)
+    assert (fresh.get(KEYS[0]), fresh.get(KEYS[1]), fresh.incident("two")) == (record(KEYS[0]), None, None)
+    assert (list(fresh.incidents()), fresh.count()) == ([], (1, 1))
 
 
 def test_one_kind_is_not_read_as_another() -> None:
@@ -135,8 +128,7 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["../../../etc/passwd", "x\0y", "x" * 5_000, "", "a/b"])
 def test_names_that_no_file_has(tmp_path: Path, name: str) -> None:
     kept = CompileStore(tmp_path)
-    assert kept.incident(name) is None
-    assert kept.get(name) is None
+    assert (kept.incident(name), kept.get(name)) == (None, None)
 
 
 def test_text_that_is_no_unicode_is_kept_with_replacements(tmp_path: Path) -> None:
@@ -146,15 +138,12 @@ def test_text_that_is_no_unicode_is_kept_with_replacements(tmp_path: Path) -> No
 
 
 @needs_root
-@pytest.mark.parametrize(
-    ("owner", "mode", "why"),
-    [
-        ((STRANGER, STRANGER), 0o644, f"belongs to user {STRANGER} (mode 0644), and this process is user 0's"),
-        ((0, STRANGER), 0o664, "may be written by others (mode 0664)"),
-        ((0, 0), 0o664, "may be written by others (mode 0664)"),
-        ((0, 0), 0o666, "may be written by others (mode 0666)"),
-    ],
-)
+@pytest.mark.parametrize(("owner", "mode", "why"), [
+    ((STRANGER, STRANGER), 0o644, f"belongs to user {STRANGER} (mode 0644), and this process is user 0's"),
+    ((0, STRANGER), 0o664, "may be written by others (mode 0664)"),
+    ((0, 0), 0o664, "may be written by others (mode 0664)"),
+    ((0, 0), 0o666, "may be written by others (mode 0666)"),
+])  # fmt: skip
 def test_what_another_user_sealed_is_not_believed(tmp_path, monkeypatch, owner, mode, why):
     """A record keeps every process from a kernel, or lets one run; an incident is compiled again."""
     monkeypatch.setattr(record_store, "_distrusted", set())
@@ -168,8 +157,7 @@ def test_what_another_user_sealed_is_not_believed(tmp_path, monkeypatch, owner, 
     fresh = CompileStore(tmp_path)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        assert [fresh.get(key) for key in KEYS] == [None] * len(KEYS)
-        assert list(fresh.incidents()) == []
+        assert ([fresh.get(key) for key in KEYS], list(fresh.incidents())) == ([None] * len(KEYS), [])
     texts = [str(one.message) for one in said]
     assert len(texts) == 2, "one of records, one of incidents"
     assert all(why in text and "chown" in text for text in texts)
@@ -246,8 +234,7 @@ def _read(folder: Path, key: str) -> bool:
     found = CompileStore(folder).get(key)
     if found is None:
         return False
-    assert found.key == key
-    assert len(set(found.reason.split())) == 1
+    assert (found.key, len(set(found.reason.split()))) == (key, 1)
     return True
 
 
@@ -343,8 +330,7 @@ def test_lines_come_back_as_they_were_and_are_json(tmp_path: Path) -> None:
         for line in LINES:
             file.append(line)
     data = path.read_bytes()
-    assert data == b"".join(map(run_log.encode_record, LINES))
-    assert decoded(data) == LINES
+    assert (data, decoded(data)) == (b"".join(map(run_log.encode_record, LINES)), LINES)
     assert decoded(data[:-1]) == LINES[:-1], "a line without an end is left out"
     assert [msgspec.json.decode(line, type=Line) for line in data.splitlines()] == LINES, "other readers see no more"
     assert set(msgspec.json.decode(data.splitlines()[0])) == {"name", "figures", "sum"}

@@ -8,6 +8,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import filelock
 import pytest
@@ -95,21 +96,15 @@ def test_a_folder_that_is_only_read(tmp_path: Path) -> None:
     CompileStore(tmp_path).put(record(KEYS[0], reason="root's"))
     said, before, gone = forked(_as_nobody, tmp_path)
     assert "Permission denied" in said
-    assert before == "root's"
-    assert gone == 0
+    assert (before, gone) == ("root's", 0)
     assert CompileStore(tmp_path).get(KEYS[0]) is not None
 
 
-@pytest.mark.parametrize(
-    "error",
-    [OSError(errno.ENOLCK, "No locks available"), NotImplementedError(), RuntimeError("inherited across fork")],
-    ids=lambda error: type(error).__name__,
-)
+@pytest.mark.parametrize("error", [
+    OSError(errno.ENOLCK, "No locks available"), NotImplementedError(), RuntimeError("inherited across fork")
+], ids=lambda error: type(error).__name__)  # fmt: skip
 def test_where_nothing_can_be_locked_the_block_runs(tmp_path, monkeypatch, error):
-    def refuse(*arguments: object, **named: object) -> None:
-        raise error
-
-    monkeypatch.setattr(filelock.FileLock, "acquire", refuse)
+    monkeypatch.setattr(filelock.FileLock, "acquire", Mock(side_effect=error))
     with hold_lock(tmp_path / "x.lock", 1.0) as held:
         assert held is False
 
@@ -132,18 +127,12 @@ def test_a_lock_that_somebody_holds_is_waited_for_and_then_done_without(tmp_path
     (tmp_path / "x.lock").write_text("left over by a process that died")
     with hold_lock(tmp_path / "x.lock", 5.0) as held:
         assert held is True
-
-
-def test_an_error_inside_the_lock_passes_through(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), hold_lock(tmp_path / "x.lock", 1.0):
         raise ZeroDivisionError
 
 
 def test_a_write_that_is_interrupted_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*arguments: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "replace", interrupt)
+    monkeypatch.setattr(os, "replace", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         write_whole(tmp_path / "x", b"1")
     assert list(tmp_path.iterdir()) == []
@@ -178,8 +167,7 @@ def test_without_a_home_the_cache_is_no_relative_folder() -> None:
     code += "os.environ.pop('XDG_CACHE_HOME', 0)\nfrom portattn.files import cache_folder\nprint(cache_folder())"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     assert Path(said).is_absolute()
-    assert Path(said).name == f"portattn-{os.geteuid()}"
-    assert cache_folder("given") == Path("given")
+    assert (Path(said).name, cache_folder("given")) == (f"portattn-{os.geteuid()}", Path("given"))
 
 
 @needs_root
@@ -227,13 +215,9 @@ def test_a_file_is_replaced_whole_and_a_link_stays_one(tmp_path: Path) -> None:
     assert link.is_symlink()
     assert (file.read_bytes(), file.stat().st_ino == before) == (b"new", False)
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "folder", "link"]
-
-
-def test_a_link_to_no_file_makes_it(tmp_path: Path) -> None:
-    link = tmp_path / "link"
-    link.symlink_to(tmp_path / "file")
-    write_named(link, b"new")
-    assert (link.is_symlink(), (tmp_path / "file").read_bytes()) == (True, b"new")
+    file.unlink()
+    write_named(link, b"made")
+    assert (link.is_symlink(), file.read_bytes()) == (True, b"made")
 
 
 def test_a_pipe_is_written_into(tmp_path: Path) -> None:
@@ -270,19 +254,13 @@ print("after")
     assert link.is_symlink()
 
 
-def test_a_device_stays_one() -> None:
+def test_a_device_stays_one_and_folders_and_links_in_a_circle_are_refused(tmp_path: Path) -> None:
     device = Path("/dev/null")
     write_named(device, b"text")
     assert device.is_char_device()
-
-
-def test_a_folder_is_none(tmp_path: Path) -> None:
     assert takes_no_file(tmp_path) == "it is a folder"
     with pytest.raises(IsADirectoryError):
         write_named(tmp_path, b"text")
-
-
-def test_links_in_a_circle_are_refused(tmp_path: Path) -> None:
     (tmp_path / "one").symlink_to(tmp_path / "other")
     (tmp_path / "other").symlink_to(tmp_path / "one")
     assert "symbolic links" in takes_no_file(tmp_path / "one")

@@ -9,6 +9,7 @@ import time
 import tracemalloc
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -65,9 +66,8 @@ def test_a_second_answer_to_one_request_is_not_taken_for_the_next(tmp_path: Path
     with Worker(python=planted(tmp_path, "answer(facts={'asked': number})\nanswer(facts={'asked': number})")) as worker:
         assert worker.request("compile", SECONDS).facts == {"asked": 1}
         second = worker.request("compile", SECONDS)
-        assert (second.kind, second.message) == (
-            "ProtocolError", "the worker answered request 1 where it was asked request 2",
-        )  # fmt: skip
+        assert (second.kind, second.message) == ("ProtocolError",
+            "the worker answered request 1 where it was asked request 2")  # fmt: skip
         assert worker.request("compile", SECONDS).facts == {"asked": 3}
 
 
@@ -161,8 +161,7 @@ os.abort()
 @pytest.mark.parametrize("own", [False, True], ids=["its group", "a session of its own"])
 def test_a_dead_child_whose_program_holds_its_streams(tmp_path: Path, own: bool) -> None:
     """Nobody waits for the end of streams that another process keeps open."""
-    begun = time.monotonic()
-    reply = asked(tmp_path, HOLDS.format(own=own))
+    begun, reply = time.monotonic(), asked(tmp_path, HOLDS.format(own=own))
     program = int(noted(tmp_path))
     try:
         assert (reply.outcome, reply.stage, reply.kind) == ("crash", "ptx", "SIGABRT")
@@ -187,14 +186,11 @@ def test_what_ends_before_a_stage_is_unavailable(tmp_path: Path) -> None:
 def test_serve_answers_every_line(tmp_path: Path) -> None:
     """A line that is no request gets an answer, with the id where there is one, and the child lives on."""
     lines = ["no JSON", "[" * 200_000, "[1]", "null", '{"id": 5}', '{"id": 6, "version": 2, "task": "bake", "env": 3}']
-    done = subprocess.run(
-        [sys.executable, str(SERVE)], input="\n".join(lines) + "\n", capture_output=True, text=True, timeout=SECONDS,
-        check=True,
-    )  # fmt: skip
+    done = subprocess.run([sys.executable, str(SERVE)], input="\n".join(lines) + "\n", capture_output=True, text=True,
+        timeout=SECONDS, check=True)  # fmt: skip
     answers = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [(a["id"], a["ok"], a["version"]) for a in answers] == [
-        (None, False, 2), (None, False, 2), (None, False, 2), (None, False, 2), (5, False, 2), (6, False, 2),
-    ]  # fmt: skip
+    assert [(a["id"], a["ok"], a["version"]) for a in answers] == [(None, False, 2), (None, False, 2), (None, False, 2),
+        (None, False, 2), (5, False, 2), (6, False, 2)]  # fmt: skip
 
 
 READS_AND_PRINTS = """\
@@ -268,11 +264,8 @@ with Worker(python={python!r}) as worker:
 def test_an_interrupted_request_is_not_answered_to_the_next_one(tmp_path: Path, name: str, raised: str) -> None:
     """By a real signal. The child is gone before the exception is seen, and what it started is killed with it."""
     python = planted(tmp_path, SLOW_THEN_ABORTS)
-    told = scenario(
-        INTERRUPTED.format(
-            here=str(Path(__file__).parent), notes=str(tmp_path / "notes"), name=name, python=python, seconds=SECONDS
-        )
-    )
+    told = scenario(INTERRUPTED.format(here=str(Path(__file__).parent), notes=str(tmp_path / "notes"), name=name,
+        python=python, seconds=SECONDS))  # fmt: skip
     assert told.splitlines() == [raised, "False", "crash SIGABRT"]
 
 
@@ -306,11 +299,7 @@ def test_whatever_is_raised_in_a_request_ends_the_child(tmp_path, monkeypatch, e
     with Worker(python=planted(tmp_path, "answer()")) as worker:
         assert worker.request("compile", SECONDS).outcome == "ok"
         child = worker._child
-
-        def raises(seconds: float) -> bool:
-            raise error
-
-        monkeypatch.setattr(child.pipes, "move", raises)
+        monkeypatch.setattr(child.pipes, "move", Mock(side_effect=error))
         with pytest.raises(error):
             worker.request("compile", SECONDS)
         assert child.process.returncode is not None
@@ -320,12 +309,10 @@ def test_whatever_is_raised_in_a_request_ends_the_child(tmp_path, monkeypatch, e
 
 def test_a_signal_whose_handler_returns_changes_nothing(tmp_path: Path) -> None:
     python = planted(tmp_path, "say(stage='ttgir')\ntime.sleep(1)\nanswer()")
-    told = scenario(
-        "import signal\n" "from portattn.worker.client import Worker\n"
+    told = scenario("import signal\n" "from portattn.worker.client import Worker\n"
         "signal.signal(signal.SIGALRM, lambda *_: None)\n" "signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)\n"
         f"print(Worker(python={python!r}).request('compile', {SECONDS}).outcome)\n"
-        "signal.setitimer(signal.ITIMER_REAL, 0)\n"
-    )  # fmt: skip
+        "signal.setitimer(signal.ITIMER_REAL, 0)\n")  # fmt: skip
     assert told == "ok\n"
 
 
@@ -349,11 +336,8 @@ def failing(monkeypatch: pytest.MonkeyPatch, worker: Worker) -> None:
         def fails(seconds: float) -> bool:
             move(seconds)
             if b"ttgir" in child.pipes._got:
-                monkeypatch.setattr(child.pipes, "move", breaks)
+                monkeypatch.setattr(child.pipes, "move", Mock(side_effect=OSError(5, os.strerror(5))))
             return True
-
-        def breaks(seconds: float) -> bool:
-            raise OSError(5, os.strerror(5))
 
         monkeypatch.setattr(child.pipes, "move", fails)
         return child
@@ -374,8 +358,7 @@ def test_a_failure_of_the_system_is_not_kept_on_disk(tmp_path: Path, monkeypatch
     assert not failed.passed
     assert "Input/output error" in failed.reason
     key = ensure_compiled.code_key(made, launches)
-    assert store(settings).get(key) == failed
-    assert CompileStore(Path(settings.cache_dir)).get(key) is None
+    assert (store(settings).get(key), CompileStore(Path(settings.cache_dir)).get(key)) == (failed, None)
 
 
 def test_a_failure_of_the_system_says_nothing_about_a_canary() -> None:

@@ -8,6 +8,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from support import problem
@@ -39,8 +40,7 @@ def test_a_python_that_does_not_know_where_it_is(executable: str) -> None:
         f"import sys\nsys.executable = {executable}\n" "from portattn.compile.ensure_compiled import new_worker\n"
         "from portattn.worker.client import Worker\n" "for worker in (Worker(), new_worker()):\n"
         "    reply = worker.request('hello', 60)\n"
-        "    print(reply.outcome, reply.stage, reply.unavailable, reply.message, sep='|')\n"
-    )  # fmt: skip
+        "    print(reply.outcome, reply.stage, reply.unavailable, reply.message, sep='|')\n")  # fmt: skip
     line = "crash|start|True|a worker cannot be started: sys.executable is empty, and Worker was given no `python`"
     assert told.splitlines() == [line, line]
 
@@ -73,8 +73,7 @@ def test_no_descriptors_are_left(tmp_path: Path) -> None:
         "    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))\n"
         "    print(reply.outcome, reply.unavailable, reply.kind, reply.message.rpartition(': ')[2],\n"
         "          sum(name.startswith('portattn-worker-') for name in os.listdir(folder)), sep='|')\n"
-        "print(worker.request('hello', 60).outcome)\n", {"TMPDIR": str(tmp_path)},
-    )  # fmt: skip
+        "print(worker.request('hello', 60).outcome)\n", {"TMPDIR": str(tmp_path)})  # fmt: skip
     *limited, last = told.splitlines()
     assert limited[:4] == ["crash|True|OSError|Too many open files|0"] * 4
     assert set(limited) <= {"crash|True|OSError|Too many open files|0", "ok|False|||0"}
@@ -83,14 +82,10 @@ def test_no_descriptors_are_left(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [errno.EAGAIN, errno.ENOMEM, errno.EMFILE])
 def test_no_process_can_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    def fails(*_: object, **__: object) -> None:
-        raise OSError(number, os.strerror(number))
-
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    descriptors = len(os.listdir("/proc/self/fd"))
-    worker = Worker()
+    descriptors, worker = len(os.listdir("/proc/self/fd")), Worker()
     with monkeypatch.context() as patch:
-        patch.setattr(children.subprocess, "Popen", fails)
+        patch.setattr(children.subprocess, "Popen", Mock(side_effect=OSError(number, os.strerror(number))))
         reply = worker.request("hello", SECONDS)
     assert is_unavailable(reply, type(OSError(number, "")).__name__, os.strerror(number))
     assert not list(tmp_path.iterdir())
@@ -98,17 +93,14 @@ def test_no_process_can_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: object, **__: object) -> None:
-        raise MemoryError
-
     with Worker(python=planted(tmp_path, "answer()")) as worker:
         with monkeypatch.context() as patch:
-            patch.setattr(children.subprocess, "Popen", fails)
+            patch.setattr(children.subprocess, "Popen", Mock(side_effect=MemoryError))
             assert is_unavailable(worker.request("hello", SECONDS), "MemoryError", "MemoryError")
         assert worker.request("hello", SECONDS).outcome == "ok"
         process = worker._child.process
         with monkeypatch.context() as patch:
-            patch.setattr(worker._child.pipes, "move", fails)
+            patch.setattr(worker._child.pipes, "move", Mock(side_effect=MemoryError))
             reply = worker.request("hello", SECONDS)
         assert (reply.outcome, reply.kind, reply.unavailable) == ("crash", "MemoryError", True)
         assert process.returncode is not None
@@ -138,9 +130,8 @@ def test_the_streams_fail_in_mid_request(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("place", ["missing", "a file"])
 def test_no_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     (tmp_path / "a file").touch()
-    kind, text = (
-        ("FileNotFoundError", "No such file") if place == "missing" else ("NotADirectoryError", "Not a directory")
-    )
+    kind, text = (("FileNotFoundError", "No such file") if place == "missing" else ("NotADirectoryError",
+        "Not a directory"))  # fmt: skip
     worker = Worker(python=planted(tmp_path, "answer()"))
     with monkeypatch.context() as patch:
         patch.setattr(tempfile, "tempdir", str(tmp_path / place))
@@ -151,12 +142,9 @@ def test_no_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pl
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC, errno.EDQUOT])
 def test_a_temporary_folder_that_takes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    def fails(*_: object, **__: object) -> str:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(tempfile, "mkdtemp", fails)
-    assert is_unavailable(Worker(python=planted(tmp_path, "answer()")).request("hello", SECONDS), "OSError",
-                          os.strerror(number))  # fmt: skip
+    monkeypatch.setattr(tempfile, "mkdtemp", Mock(side_effect=OSError(number, os.strerror(number))))
+    reply = Worker(python=planted(tmp_path, "answer()")).request("hello", SECONDS)
+    assert is_unavailable(reply, "OSError", os.strerror(number))
 
 
 @pytest.mark.parametrize(
@@ -171,13 +159,11 @@ def test_nothing_is_written_where_the_disk_is_full(tmp_path: Path, looked: str, 
     """Not a byte may be written to a file: the log of a crash is there even so. Python's tempfile tries its folders
     once, by writing a file."""
     python = planted(tmp_path, "say(stage='ttgir')\nos.write(2, b'Assertion `room` failed.\\n')\nos.abort()")
-    told = scenario(
-        "import resource, tempfile\n" "from portattn.worker.client import Worker\n" f"{looked}\n"
+    told = scenario("import resource, tempfile\n" "from portattn.worker.client import Worker\n" f"{looked}\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
         f"reply = Worker(python={python!r}).request('compile', 60)\n"
         "message = reply.message.rpartition('started: ')[2].partition(' in [')[0]\n"
-        "print(reply.outcome, reply.kind, reply.unavailable, message)\n"
-    )  # fmt: skip
+        "print(reply.outcome, reply.kind, reply.unavailable, message)\n")  # fmt: skip
     assert told == said
 
 
@@ -230,9 +216,8 @@ def test_a_field_that_json_cannot_carry_is_the_callers_error(tmp_path: Path, nam
     with Worker(python=planted(tmp_path, "answer()")) as worker:
         assert worker.request("compile", SECONDS).outcome == "ok"
         child = worker._child
-        with pytest.raises(
-            ArgumentError, match=rf"Worker\.request: planted is {shown}, but must be what JSON can carry"
-        ):
+        with pytest.raises(ArgumentError,
+                match=rf"Worker\.request: planted is {shown}, but must be what JSON can carry"):  # fmt: skip
             worker.request("compile", SECONDS, fine=1, planted=value)
         assert worker.request("compile", SECONDS).outcome == "ok"
         assert worker._child is child
@@ -300,9 +285,8 @@ def size_of(folder: Path) -> int:
     return total
 
 
-@pytest.mark.parametrize(
-    "end", ["os.abort()", "answer(ok=False, stage='ttgir', kind='Error')"], ids=["dies", "answers"]
-)
+@pytest.mark.parametrize("end", ["os.abort()", "answer(ok=False, stage='ttgir', kind='Error')"],
+    ids=["dies", "answers"])  # fmt: skip
 def test_a_log_of_hundreds_of_megabytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
     folder = tmp_path / "temporary"
     folder.mkdir()
@@ -370,8 +354,7 @@ def test_the_log_keeps_its_beginning_and_its_end(size: int, part: int) -> None:
     log = StderrLog()
     for at in range(0, size, part):
         log.add(written[at : at + part])
-    text = written.decode()
-    left_out = size - LOG_HEAD - LOG_TAIL
+    text, left_out = written.decode(), size - LOG_HEAD - LOG_TAIL
     whole = f"{text[:LOG_HEAD]}\n… {left_out} bytes …\n{text[-LOG_TAIL:]}" if left_out > 0 else text
     assert log.text() == whole
 

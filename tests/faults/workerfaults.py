@@ -66,9 +66,7 @@ def _interruptible() -> None:
 
 def scenario(code: str, environment: dict[str, str] | None = None) -> str:
     """What a Python of its own prints that runs the code; it must end well."""
-    done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, **(environment or {})}, capture_output=True, text=True,
-        timeout=2 * SECONDS, check=False, preexec_fn=_interruptible,
-    )  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, **(environment or {})}, capture_output=True,
+        text=True, timeout=2 * SECONDS, check=False, preexec_fn=_interruptible)  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout

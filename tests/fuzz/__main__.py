@@ -14,9 +14,8 @@ import msgspec
 
 @click.command()
 @click.argument("mode", type=click.Choice(["values", "shapes"]))
-@click.option(
-    "--seconds", type=click.FloatRange(min=1), default=60, show_default=True, help="of work, start not counted"
-)
+@click.option("--seconds", type=click.FloatRange(min=1), default=60, show_default=True,
+    help="of work, start not counted")  # fmt: skip
 @click.option("--cases", type=click.IntRange(min=1), help="values: end after so many cases, however long they take")
 @click.option("--processes", type=click.IntRange(1, 256), default=1, show_default=True, help="each has its own seed")
 @click.option("--seed", type=int, default=0, show_default=True, help="of the first process; the others count on")
@@ -24,10 +23,8 @@ import msgspec
 @click.option("--case", type=int, help="values: this case of the seed alone, in this process")
 @click.option("--turns", help="shapes: these turns (JSON, as a failure tells them), and the last one alone")
 @click.option("--json", "report_path", type=click.Path(path_type=Path), help="write the report there")
-def main(
-    mode: str, seconds: float, cases: int | None, processes: int, seed: int, device: str, case: int | None,
-    turns: str | None, report_path: Path | None,
-) -> None:  # fmt: skip
+def main(mode: str, seconds: float, cases: int | None, processes: int, seed: int, device: str, case: int | None,
+        turns: str | None, report_path: Path | None) -> None:  # fmt: skip
     """Fuzz the public operations. Exit status 1: a case failed, or none ran; 130: interrupted, and none failed."""
     import torch
 

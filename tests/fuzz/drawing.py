@@ -77,33 +77,28 @@ def draw(seed: int, number: int, device: str) -> Case:
     strides = r.choice(STRIDES)
     if wild == "keys of NaN" and strides == "expanded":
         strides = "plain"
-    if strides == "combined" and (
-        not fields.get("page_size") or fields["op"] == "mla_attention" or fields["head_dim"] != fields["head_dim_v"]
-    ):
+    if strides == "combined" and (not fields.get("page_size") or fields["op"] == "mla_attention"
+            or fields["head_dim"] != fields["head_dim_v"]):  # fmt: skip
         strides = "plain"
     backends = ("interpreter", "interpreter", "reference", "auto") if device == "cpu" else ("auto", "auto", "triton")
-    return Case(
-        problem=Problem(**fields), seed=r.randrange(2**20), backend=r.choice(backends), strides=strides,
+    return Case(problem=Problem(**fields), seed=r.randrange(2**20), backend=r.choice(backends), strides=strides,
         extremes=r.random() < 0.4, scale=r.choice(SCALES), softcap=r.choice(SOFTCAPS), q=r.choice(FILLERS),
-        k=r.choice(FILLERS), v=r.choice(FILLERS), wild=wild,
-    )  # fmt: skip
+        k=r.choice(FILLERS), v=r.choice(FILLERS), wild=wild)  # fmt: skip
 
 
 def _takes(fields: dict[str, Any], field: str) -> bool:
     packed = fields.get("total_q") is not None
     if not field:  # numbers of other formats are wild already, and a latent row is a value too
         return fields.get("kv_format", "as_q") == "as_q" and fields["op"] != "mla_attention"
-    return {
-        "bias": fields["op"] != "sparse_attention" and not packed, "log_weights": fields["op"] == "sparse_attention",
-    }.get(field, True)  # fmt: skip
+    return {"bias": fields["op"] != "sparse_attention" and not packed,
+        "log_weights": fields["op"] == "sparse_attention"}.get(field, True)  # fmt: skip
 
 
 def _problem(r: random.Random, sizes: Sizes) -> dict[str, Any]:
     def flag(chance: float = 0.3) -> bool:
         return r.random() < chance
 
-    op = r.choice(OPS)
-    heads_k = r.randint(1, sizes.heads_k)
+    op, heads_k = r.choice(OPS), r.randint(1, sizes.heads_k)
     width = r.choice(sizes.widths)
     fields: dict[str, Any] = {
         "op": op, "batch": r.randint(0 if flag(0.1) else 1, sizes.batch), "heads_k": heads_k,
@@ -132,11 +127,8 @@ def _problem(r: random.Random, sizes: Sizes) -> dict[str, Any]:
     if op == "varlen_attention" or (op in ("paged_attention", "mla_attention") and flag(0.4)):
         rows = sizes.rows
         fields |= {"seq_q": r.randint(1, rows), "total_q": r.randint(0, rows)}
-        fields |= (
-            {"total_k": r.randint(0, sizes.keys), "seq_k": r.randint(1, sizes.keys)}
-            if not latent and op[0] == "v"
-            else {}
-        )
+        fields |= ({"total_k": r.randint(0, sizes.keys), "seq_k": r.randint(1, sizes.keys)} if not latent
+            and op[0] == "v" else {})  # fmt: skip
     else:
         fields["layout"] = r.choice(("bhsd", "bshd"))
         by_key = (name for name in ROWS[op].tensors if name in FEATURES and "k" in FEATURES[name].axes)

@@ -97,9 +97,8 @@ class Pool:
     def elements(self) -> int:
         return LARGE_POOL if self.large else POOL
 
-    def view(
-        self, dtype: str, third: int, shift: int, shape: tuple[int, ...], strides: tuple[int, ...]
-    ) -> torch.Tensor:
+    def view(self, dtype: str, third: int, shift: int, shape: tuple[int, ...],
+            strides: tuple[int, ...]) -> torch.Tensor:  # fmt: skip
         if dtype not in self._of:
             self._of[dtype] = self._made(TORCH[dtype])
         # In a large pool the thirds are near each other, and overlap: one tensor alone spans it.
@@ -155,8 +154,7 @@ def _bhsd(kind: Kind, shape: Shape, pool: Pool) -> dict[str, Any] | None:
     hq, hk = kind.heads
     decoding = kind.op == "decode_attention"
     rows = 1 + shape.rows % 3 * (shape.rows % 5 == 0) if decoding else shape.rows
-    form = shape.form
-    given = []
+    form, given = shape.form, []
     for third, (heads, length) in enumerate(((hq, rows), (hk, shape.keys), (hk, shape.keys))):
         own = form if third or form in ("bshd", "fused", "spare") else "contiguous"
         size = (shape.batch, heads, length, kind.width)
@@ -213,9 +211,8 @@ def _paged(kind: Kind, shape: Shape, pool: Pool) -> dict[str, Any] | None:
     size = (pages, kind.page, hk, width)
     rows = 1 + shape.rows % 3 * (shape.rows % 5 == 0)
     q_size = (shape.rows, hq, width) if kind.packed else (shape.batch, hq, rows, width)
-    if not pool.fits(size, strides) or not pool.fits(
-        (*q_size, 1), (hq * rows * width * 2, rows * width, width, 1, 0)[: len(q_size) + 1]
-    ):
+    if not pool.fits(size, strides) or not pool.fits((*q_size, 1),
+            (hq * rows * width * 2, rows * width, width, 1, 0)[: len(q_size) + 1]):  # fmt: skip
         return None
     q = pool.view(kind.dtype, 0, shape.shift, q_size, _contiguous(q_size))
     k, v = (pool.view(kind.dtype, third, shape.shift, size, strides) for third in (1, 2))
@@ -244,8 +241,7 @@ def _sparse(kind: Kind, shape: Shape, pool: Pool) -> dict[str, Any] | None:
     made = _bhsd(msgspec.structs.replace(kind, op="decode_attention", lengths=False), once, pool)
     if made is None or not shape.keys:
         return None
-    generator = torch.Generator().manual_seed(shape.data)
-    places = max(shape.rows, 1)
+    generator, places = torch.Generator().manual_seed(shape.data), max(shape.rows, 1)
     size = (shape.batch, kind.heads[0], places)
     made["indices"] = torch.randint(0, shape.keys, size, generator=generator, dtype=torch.int32).to(pool.device)
     made["counts"] = torch.randint(0, places + 1, size[:2], generator=generator, dtype=torch.int32).to(pool.device)
@@ -275,10 +271,8 @@ def following(kind: Kind, before: Shape, r: random.Random) -> Shape:
     """A shape after another: mostly one thing differs, as in a serving loop; now and then all."""
     change = functools.partial(msgspec.structs.replace, before)
     most = 1500 if kind.op == "attention" else 4000
-    way = r.choice(
-        ("grow", "grow", "grow", "keys", "edge", "rows", "rows edge", "batch", "form", "shift", "spare", "splits",
-         "twice", "grad", "alike", "data", "all")
-    )  # fmt: skip
+    way = r.choice(("grow", "grow", "grow", "keys", "edge", "rows", "rows edge", "batch", "form", "shift", "spare",
+        "splits", "twice", "grad", "alike", "data", "all"))  # fmt: skip
     drawn = {
         "grow": lambda: change(keys=before.keys + 1, twice=False, grad="", alike=("", 0)),
         "keys": lambda: change(keys=r.randint(1, most)), "edge": lambda: change(keys=r.choice(EDGES)),

@@ -23,8 +23,7 @@ def environment(folder: Path) -> dict[str, str]:
     assert spec is not None, "Triton is not installed"
     assert spec.origin is not None
     fakedriver.build(folder, Path(spec.origin).parent / "backends" / "nvidia" / "include")
-    inherited = os.environ.get("LD_LIBRARY_PATH", "")
-    variables = fakedriver.environment(folder)
+    inherited, variables = os.environ.get("LD_LIBRARY_PATH", ""), fakedriver.environment(folder)
     path = os.pathsep.join(filter(None, (variables["LD_LIBRARY_PATH"], inherited)))
     return variables | {"LD_LIBRARY_PATH": path, "PORTATTN_CACHE_DIR": str(folder / "portattn")}
 

@@ -10,17 +10,14 @@ from portattn.schema.ops import FEATURES
 
 from .drawing import WILD, Case
 
-_OFF: dict[str, Any] = dict.fromkeys(FEATURES, False) | {
-    "causal": "none", "window_left": -1, "window_right": -1, "chunk": 0, "num_splits": 0, "layout": "bhsd",
-    "page_layout": "phd", "dtype": "fp32",
-}  # fmt: skip
+_OFF: dict[str, Any] = dict.fromkeys(FEATURES, False) | {"causal": "none", "window_left": -1, "window_right": -1,
+    "chunk": 0, "num_splits": 0, "layout": "bhsd", "page_layout": "phd", "dtype": "fp32"}  # fmt: skip
 _PLAIN = {"wild": "", "extremes": False, "strides": "plain", "scale": None, "q": "normal", "k": "normal", "v": "normal"}
 
 
 def reduced(case: Case, fails: Callable[[Case], bool], seconds: float) -> Case:
     """The smallest case found in so many seconds that still fails, one change at a time."""
-    end = time.monotonic() + seconds
-    shrunk = True
+    end, shrunk = time.monotonic() + seconds, True
     while shrunk:
         shrunk = False
         for smaller in _smaller(case):
@@ -58,16 +55,10 @@ def _smaller(case: Case) -> Iterator[Case]:
 def snippet(case: Case, device: str) -> str:
     """Python that runs the case by itself; Problem's defaults are left out."""
     fields = {f.name: f for f in msgspec.structs.fields(type(case.problem))}
-    given = (
-        f"{name}={value!r}"
-        for name, value in msgspec.structs.asdict(case.problem).items()
-        if value != fields[name].default and not (name == "head_dim_v" and value == case.problem.head_dim)
-    )
-    rest = (
-        f"{name}={value!r}"
-        for name, value in msgspec.structs.asdict(case).items()
-        if name != "problem" and value != {f.name: f.default for f in msgspec.structs.fields(Case)}[name]
-    )
+    given = (f"{name}={value!r}" for name, value in msgspec.structs.asdict(case.problem).items()
+        if value != fields[name].default and not (name == "head_dim_v" and value == case.problem.head_dim))  # fmt: skip
+    rest = (f"{name}={value!r}" for name, value in msgspec.structs.asdict(case).items() if name != "problem"
+        and value != {f.name: f.default for f in msgspec.structs.fields(Case)}[name])  # fmt: skip
     interpret = "TRITON_INTERPRET=1 " if device == "cpu" else ""
     return f"""# {interpret}PYTHONPATH=.:tests python
 from fuzz import values

@@ -76,8 +76,7 @@ def run(mode: str, work: Work, seed: int, device: str, seconds: float, processes
         children[seed + number] = context.Process(target=_child, args=arguments, daemon=False)
         children[seed + number].start()
     begun = shown = time.monotonic()
-    at = dict.fromkeys(children, -1)
-    heard = dict.fromkeys(children, begun)
+    at, heard = dict.fromkeys(children, -1), dict.fromkeys(children, begun)
     try:
         while children:
             try:
@@ -97,10 +96,8 @@ def run(mode: str, work: Work, seed: int, device: str, seconds: float, processes
     return report
 
 
-def _listen(
-    events: Any, report: Report, children: dict[int, Any], at: dict[int, int], heard: dict[int, float], begun: float,
-    shown: float,
-) -> float:  # fmt: skip
+def _listen(events: Any, report: Report, children: dict[int, Any], at: dict[int, int], heard: dict[int, float],
+        begun: float, shown: float) -> float:  # fmt: skip
     """Take in what has been sent, and look after processes that sent nothing; returns when progress was shown last."""
     try:
         seed, found = events.get(timeout=LOOK_S)

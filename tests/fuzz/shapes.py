@@ -48,11 +48,9 @@ class Outcome(msgspec.Struct):
     said: list[Any] = []
 
     def same(self, other: Outcome) -> bool:
-        return (
-            (self.path, self.said) == (other.path, other.said)
-            and len(self.tensors) == len(other.tensors)
-            and all(torch.equal(_bits(a), _bits(b)) for a, b in zip(self.tensors, other.tensors, strict=True))
-        )
+        return ((self.path, self.said) == (other.path, other.said) and len(self.tensors) == len(other.tensors)
+            and all(torch.equal(_bits(a), _bits(b)) for a, b in zip(self.tensors, other.tensors,
+            strict=True)))  # fmt: skip
 
     def digest(self) -> str:
         found = hashlib.sha256(repr((self.path, self.said)).encode())
@@ -136,10 +134,8 @@ def alone(here: Here, turn: Turn) -> Outcome | None:
     return here.perform(turn)
 
 
-def work(
-    seed: int, device: str, seconds: float, stopped: Callable[[], bool], kinds: Sequence[Kind] = KINDS,
-    length: int = ROUND, fresh: bool = True,
-) -> Iterator[Found | int]:  # fmt: skip
+def work(seed: int, device: str, seconds: float, stopped: Callable[[], bool], kinds: Sequence[Kind] = KINDS,
+        length: int = ROUND, fresh: bool = True) -> Iterator[Found | int]:  # fmt: skip
     """Rounds of turns until the time is over. What is kept stays from round to round but for what `alone` forgets."""
     end = time.monotonic() + seconds
     r, here = random.Random(f"{seed} {device}"), Here(device)
@@ -249,10 +245,8 @@ def _compared_with_a_process(here: Here, seed: int, number: int, turn: Turn, dev
     ours = here.perform(turn)
     assert ours is not None
     program = "import sys; from fuzz import shapes; shapes.fresh(*sys.argv[1:])"
-    done = subprocess.run(
-        [sys.executable, "-c", program, device, json.dumps([[turn[0], _fields(turn[1])]])],
-        env=os.environ, capture_output=True, text=True, timeout=FRESH_S, check=False,
-    )  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", program, device, json.dumps([[turn[0], _fields(turn[1])]])],
+        env=os.environ, capture_output=True, text=True, timeout=FRESH_S, check=False)  # fmt: skip
     theirs = done.stdout.splitlines()[-1] if done.returncode == 0 else done.stderr[-2000:]
     failures = []
     if theirs != ours.digest():

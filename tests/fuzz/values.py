@@ -56,9 +56,8 @@ class Outcome(msgspec.Struct, frozen=True):
 
 def call_of(case: Case, device: str) -> Call:
     """The call: random_call's, with this case's poison and extremes."""
-    call = tolerance.random_call(
-        case.problem, case.seed, device=device, scale=case.scale, strides=case.strides, extremes=case.extremes
-    )
+    call = tolerance.random_call(case.problem, case.seed, device=device, scale=case.scale, strides=case.strides,
+        extremes=case.extremes)  # fmt: skip
     if case.problem.softcap:
         call.softcap = case.softcap
     generator = torch.Generator().manual_seed(case.seed + 1)
@@ -202,12 +201,10 @@ def prepared(device: str) -> Iterator[None]:
         dispatch.forget_plans()
 
 
-def work(
-    seed: int, device: str, seconds: float, stopped: Callable[[], bool], most: int = 2**31
-) -> Iterator[Found | int]:
+def work(seed: int, device: str, seconds: float, stopped: Callable[[], bool],
+        most: int = 2**31) -> Iterator[Found | int]:  # fmt: skip
     """Cases of a seed until the time is over; the first failures are made smaller."""
-    end = time.monotonic() + seconds
-    failures = 0
+    end, failures = time.monotonic() + seconds, 0
     with warnings.catch_warnings(), prepared(device):
         warnings.simplefilter("ignore")  # the interpreter's own, of rows that hold only NaN
         for number in range(most):

@@ -19,11 +19,9 @@ STEPS, BATCH, LENGTH, VOCABULARY = 3, 3, 12, 32
 
 
 def a_model(attention: str) -> Any:
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, bos_token_id=None, eos_token_id=None, pad_token_id=None,
-        initializer_range=0.3, attn_implementation=attention,
-    )  # fmt: skip
+    config = LlamaConfig(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64, bos_token_id=None, eos_token_id=None,
+        pad_token_id=None, initializer_range=0.3, attn_implementation=attention)  # fmt: skip
     torch.manual_seed(0)
     return LlamaForCausalLM(config).train()
 
@@ -66,11 +64,8 @@ def main(rank: int, store: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     register()
-    found = {
-        f"{wrapped.__name__}, {attention}": trained(wrapped, attention, rank)
-        for wrapped in (replicated, sharded)
-        for attention in ("eager", "portattn")
-    }
+    found = {f"{wrapped.__name__}, {attention}": trained(wrapped, attention, rank) for wrapped in (replicated, sharded)
+        for attention in ("eager", "portattn")}  # fmt: skip
     print(json.dumps(found))
     dist.destroy_process_group()
 

@@ -2,7 +2,7 @@
 compare with. Nothing of the library is used but the error budget."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,12 +12,10 @@ from portattn.testing.tolerance import budget, largest
 NONE = (-1, -1)
 
 
-def one(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, softmax_scale: float | None = None, causal: bool = False,
-    window_size: tuple[int, int] = NONE, softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None, kept: torch.Tensor | None = None, dropout_p: float = 0.0, exact: bool = True,
-    attention_chunk: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+def one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, softmax_scale: float | None = None, causal: bool = False,
+        window_size: tuple[int, int] = NONE, softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None, kept: torch.Tensor | None = None, dropout_p: float = 0.0, exact: bool = True,
+        attention_chunk: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """(out (Sq, Hq, Dv), lse (Hq, Sq), probabilities (Hq, Sq, Sk)) of q (Sq, Hq, D), k (Sk, Hk, D), v (Sk, Hk, Dv).
 
     alibi_slopes, sinks  (Hq,)
@@ -60,9 +58,8 @@ def one(
     return torch.einsum("hqk,khd->qhd", used.to(v.dtype), v), lse, probabilities
 
 
-def check_one(
-    out: torch.Tensor, lse: torch.Tensor | None, q: Any, k: Any, v: Any, nothing: float, **scores: Any
-) -> None:
+def check_one(out: torch.Tensor, lse: torch.Tensor | None, q: Any, k: Any, v: Any, nothing: float,
+        **scores: Any) -> None:  # fmt: skip
     """A sequence's result against the definition, under the error budget. nothing: the LSE of rows without keys."""
     expected, expected_lse, _ = one(q, k, v, **scores)
     same, same_lse, _ = one(q, k, v, **scores, exact=False)
@@ -79,6 +76,17 @@ def within(ours: torch.Tensor, expected: torch.Tensor, same: torch.Tensor, least
     assert torch.isfinite(ours).all()
     error, limit = largest(ours.detach().double() - expected), budget(ours.dtype, expected, same.detach(), least)
     assert error <= limit, f"error {error:.3g} beyond the budget {limit:.3g}"
+
+
+def within_gradients(found: Any, tensors: Any, loss: Callable[..., torch.Tensor]) -> None:
+    """Check gradients against those of loss(*tensors, exact=…), in float64 and in the tensors' dtype."""
+    results = []
+    for exact in (True, False):
+        leaves = [(t.detach().double() if exact else t.detach().clone()).requires_grad_() for t in tensors]
+        loss(*leaves, exact=exact).backward()
+        results.append([leaf.grad for leaf in leaves])
+    for ours, right, same in zip(found, *results, strict=True):
+        within(ours, right, same)
 
 
 def ints(*values: int) -> torch.Tensor:

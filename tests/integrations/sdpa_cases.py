@@ -16,11 +16,9 @@ Around = Callable[[], contextlib.AbstractContextManager[Any]]
 ATTENTION = "nn.functional.scaled_dot_product_attention"
 
 
-def definition(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
-    kept: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+def definition(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+        kept: torch.Tensor | None = None) -> torch.Tensor:  # fmt: skip
     """torch's definition (its documentation's code) in the dtype given; a row that may attend nothing gives 0.
 
     kept  the probabilities that dropout left, bool (..., Hq, L, S)"""
@@ -76,9 +74,7 @@ def largest_term(out: torch.Tensor, query: torch.Tensor, key: torch.Tensor, valu
     return float(product * max(1.0, factor * largest(query), factor * largest(key)))
 
 
-def assert_within_budget(
-    ours: torch.Tensor, torchs: torch.Tensor, right: torch.Tensor, least: float = 0.0
-) -> None:  # fmt: skip
+def assert_within_budget(ours: torch.Tensor, torchs: torch.Tensor, right: torch.Tensor, least: float = 0.0) -> None:
     """The rule of all tests: max|ours - right| ≤ 2 · max|torch's - right| + tiny. No NaN where torch has none.
 
     least  what `right` counts as at least, for tiny"""
@@ -90,10 +86,8 @@ def assert_within_budget(
         assert error <= budget(ours.dtype, right.double(), torchs.double(), least)
 
 
-def check(
-    ours: Callable[..., torch.Tensor], *args: torch.Tensor, around: Around = contextlib.nullcontext,
-    kept: torch.Tensor | None = None, **kwargs: Any,
-) -> None:  # fmt: skip
+def check(ours: Callable[..., torch.Tensor], *args: torch.Tensor, around: Around = contextlib.nullcontext,
+        kept: torch.Tensor | None = None, **kwargs: Any) -> None:  # fmt: skip
     """Forward and, where something requires grad, backward of a call, beside torch's own and the definition in float64.
 
     around  the block in which `ours` is called, and its gradients are computed
@@ -120,10 +114,8 @@ def check(
         assert_within_budget(*gradients, least=least)
 
 
-def results(
-    function: Callable[..., torch.Tensor], args: Any, mask: torch.Tensor | None, kwargs: dict[str, Any],
-    kept: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
+def results(function: Callable[..., torch.Tensor], args: Any, mask: torch.Tensor | None, kwargs: dict[str, Any],
+        kept: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:  # fmt: skip
     given = {"attn_mask": mask, "kept": kept}
     out = function(*args, **kwargs, **{name: tensor for name, tensor in given.items() if tensor is not None})
     inputs = [tensor for tensor in (*args, mask) if tensor is not None and tensor.requires_grad]

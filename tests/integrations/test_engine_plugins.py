@@ -118,8 +118,7 @@ def test_another_order_and_a_failing_read_are_named(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(sys.modules["vllm.platforms"], "__getattr__", {}.__getitem__, raising=False)
     assert sorted(differences(VLLM)) == [
         "MLACommonImpl.forward_mqa has its parameters in another order: layer, q, kv_c_and_k_pe_cache, attn_metadata",
-        "current_platform of vllm.platforms cannot be read (KeyError: 'current_platform')",
-    ]
+        "current_platform of vllm.platforms cannot be read (KeyError: 'current_platform')"]  # fmt: skip
 
 
 def test_a_new_abstract_method_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

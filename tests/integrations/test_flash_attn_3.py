@@ -46,9 +46,8 @@ def test_packed_heads() -> None:
     out = flash_attn_qkvpacked_func(stacked, window_size=(2, 1))
     for b in range(2):
         check_one(out[b], None, *(part[b] for part in stacked.unbind(2)), -math.inf, window_size=(2, 1))
-    with pytest.raises(
-        ArgumentError, match=r"^flash_attn_qkvpacked_func: num_heads_q is 5, but must be an integer that"
-    ):
+    with pytest.raises(ArgumentError,
+            match=r"^flash_attn_qkvpacked_func: num_heads_q is 5, but must be an integer that"):  # fmt: skip
         flash_attn_qkvpacked_func(qkv, num_heads_q=5)
 
 
@@ -91,9 +90,8 @@ def test_used_rows(name: str) -> None:
         for row in set(range(len(tensor))) - counted:
             tensor[row] = math.nan
     leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
-    out, lse = flash_attn_varlen_func(
-        *leaves, cu_q, cu_k, 9, 11, used_q, used_k, **SCORES[name], return_attn_probs=True
-    )
+    out, lse = flash_attn_varlen_func(*leaves, cu_q, cu_k, 9, 11, used_q, used_k, **SCORES[name],
+        return_attn_probs=True)  # fmt: skip
     seen = torch.zeros(17, dtype=torch.bool)
     for rows, keys in zip(places_q, places_k, strict=True):
         mine, its = slice(rows.start, rows.stop), slice(keys.start, keys.stop)
@@ -105,9 +103,8 @@ def test_used_rows(name: str) -> None:
     assert all(torch.isfinite(leaf.grad).all() for leaf in leaves)
     only_keys = flash_attn_varlen_func(q[:4], k, v, ints(0, 4), ints(0, 13), 4, 13, seqused_k=ints(8), **SCORES[name])
     check_one(only_keys, None, q[:4], k[:8], v[:8], -math.inf, **SCORES[name])
-    with pytest.raises(
-        ArgumentError, match=r"^flash_attn_varlen_func: seqused_k\[1\] is 6, but must be in 0\.\.5, the seq"
-    ):
+    with pytest.raises(ArgumentError,
+            match=r"^flash_attn_varlen_func: seqused_k\[1\] is 6, but must be in 0\.\.5, the seq"):  # fmt: skip
         flash_attn_varlen_func(q, k, v, cu_q, cu_k, 9, 11, None, ints(8, 6, 3))
 
 
@@ -120,10 +117,8 @@ def test_float8() -> None:
     names = ("q_descale", "k_descale", "v_descale")
     out, lse = flash_attn_func(q, k, v, causal=True, **dict(zip(names, descales, strict=True)), return_attn_probs=True)
     assert out.dtype is torch.bfloat16
-    wide = [
-        t.double() * s.double().repeat_interleave(t.shape[2] // 2, 1)[:, None, :, None]
-        for t, s in zip((q, k, v), descales, strict=True)
-    ]
+    wide = [t.double() * s.double().repeat_interleave(t.shape[2] // 2, 1)[:, None, :, None]
+        for t, s in zip((q, k, v), descales, strict=True)]  # fmt: skip
     for b in range(2):
         expected, expected_lse, _ = one(*(t[b] for t in wide), causal=True)
         same, _, _ = one(*(t[b].bfloat16() for t in wide), causal=True, exact=False)
@@ -141,19 +136,15 @@ def test_float8_cache(form: str) -> None:
     order = [2, 0, 1] if form == "pages" else [0, 1, 2]
     descales = [torch.rand(3, 2) + 0.5 for _ in range(3)]
     wide_q = q.double() * descales[0].double().repeat_interleave(2, 1)[:, None, :, None]
-    out, lse, *rest = flash_attn_with_kvcache(
-        q, k_cache, v_cache, k, v, cache_seqlens=ints(3, 9, 0), page_table=table if form == "pages" else None,
-        q_descale=descales[0], k_descale=descales[1], v_descale=descales[2], causal=True, return_softmax_lse=True,
-    )  # fmt: skip
-    assert [tuple(t.shape) for t in rest] == [(0,), (0,)]
-    assert out.dtype is torch.bfloat16
+    out, lse, *rest = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=ints(3, 9, 0),
+        page_table=table if form == "pages" else None, q_descale=descales[0], k_descale=descales[1],
+        v_descale=descales[2], causal=True, return_softmax_lse=True)  # fmt: skip
+    assert ([tuple(t.shape) for t in rest], out.dtype) == ([(0,), (0,)], torch.bfloat16)
     for b, before in enumerate((3, 9, 0)):
         for cache, new in ((k_cache, k), (v_cache, v)):
             assert torch.equal(cache[order[b], before : before + 2].view(torch.int8), new[b].view(torch.int8))
-        keys, values = (
-            cache[order[b], : before + 2].double() * scale[b].double()[:, None]
-            for cache, scale in ((k_cache, descales[1]), (v_cache, descales[2]))
-        )
+        keys, values = (cache[order[b], : before + 2].double() * scale[b].double()[:, None]
+            for cache, scale in ((k_cache, descales[1]), (v_cache, descales[2])))  # fmt: skip
         expected, expected_lse, _ = one(wide_q[b], keys, values, causal=True)
         narrow = (t.bfloat16() for t in (wide_q[b], keys, values))
         within(out[b], expected, one(*narrow, causal=True, exact=False)[0])
@@ -198,10 +189,8 @@ def test_chunks_of_a_cache(form: str, causal: bool) -> None:
         "pages": {"page_table": ints(2, 0, 1)[:, None]},
     }[form]  # fmt: skip
     q = torch.randn(3, 6, 4, 16)
-    out, lse, *_ = flash_attn_with_kvcache(
-        q, k_cache, v_cache, cache_seqlens=pad + length, causal=causal, attention_chunk=chunk, return_softmax_lse=True,
-        **given,
-    )  # fmt: skip
+    out, lse, *_ = flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=pad + length, causal=causal,
+        attention_chunk=chunk, return_softmax_lse=True, **given)  # fmt: skip
     for b, place in enumerate((2, 0, 1) if form in ("batch_idx", "pages") else range(3)):
         keys, values = k_cache[place, pad : pad + length].clone(), v_cache[place, pad : pad + length].clone()
         keys[:6] = values[:6] = 0.0
@@ -214,10 +203,8 @@ def test_packed_queries_and_new_keys(form: str) -> None:
     torch.manual_seed(7)
     before, rows, new, at = (5, 0, 20), (3, 1, 0), (2, 4, 1), (9, 1, 30)
     cu_q, cu_new = beginnings(rows), beginnings(new)
-    given: dict[str, Any] = {
-        "own": {}, "batch_idx": {"cache_batch_idx": ints(2, 0, 3)},
-        "pages": {"page_table": ints(5, 1, 0, 3, 4, 2).view(3, 2)},
-    }[form]  # fmt: skip
+    given: dict[str, Any] = {"own": {}, "batch_idx": {"cache_batch_idx": ints(2, 0, 3)},
+        "pages": {"page_table": ints(5, 1, 0, 3, 4, 2).view(3, 2)}}[form]  # fmt: skip
     sizes = {"own": (3, 32), "batch_idx": (4, 32), "pages": (6, 16)}[form]
     k_cache, v_cache = torch.full((*sizes, 2, 16), math.nan), torch.full((*sizes, 2, 24), math.nan)
 
@@ -233,11 +220,9 @@ def test_packed_queries_and_new_keys(form: str) -> None:
     q, k, v = torch.randn(4, 4, 16), torch.randn(7, 2, 16), torch.randn(7, 2, 24)
     angles = torch.randn(40, 8)
     cos, sin = angles.cos(), angles.sin()
-    out, lse, *_ = flash_attn_with_kvcache(
-        q, k_cache, v_cache, k, v, rotary_cos=cos, rotary_sin=sin, cache_seqlens=ints(*before), cu_seqlens_q=cu_q,
-        cu_seqlens_k_new=cu_new, max_seqlen_q=3, rotary_seqlens=ints(*at), causal=True, return_softmax_lse=True,
-        **given,
-    )  # fmt: skip
+    out, lse, *_ = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, rotary_cos=cos, rotary_sin=sin,
+        cache_seqlens=ints(*before), cu_seqlens_q=cu_q, cu_seqlens_k_new=cu_new, max_seqlen_q=3,
+        rotary_seqlens=ints(*at), causal=True, return_softmax_lse=True, **given)  # fmt: skip
 
     def turned(x: torch.Tensor, b: int) -> torch.Tensor:
         c, s = (t[at[b] : at[b] + len(x)].to(x)[:, None] for t in (cos, sin))
@@ -323,9 +308,8 @@ REFUSED: list[tuple[Any, dict[str, Any], list[tuple[dict[str, Any], str]]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("call", "given", "text"), [(call, base | given, text) for call, base, rows in REFUSED for given, text in rows]
-)
+@pytest.mark.parametrize(("call", "given", "text"), [(call, base | given, text) for call, base, rows in REFUSED
+    for given, text in rows])  # fmt: skip
 def test_what_cannot_be_done_is_refused_by_name(call: Any, given: dict[str, Any], text: str) -> None:
     with pytest.raises(ArgumentError, match=f"^{call.__name__}: {text}"):
         call(**given)
@@ -333,10 +317,9 @@ def test_what_cannot_be_done_is_refused_by_name(call: Any, given: dict[str, Any]
         call(**given, dropout_p=0.1)
 
 
-@pytest.mark.parametrize(
-    ("name", "dtypes"),
-    [("k", (torch.float16, torch.float16)), ("v", (E4M3, torch.float16)), ("k", (torch.float8_e5m2,) * 2)],
-)
+@pytest.mark.parametrize(("name", "dtypes"), [
+    ("k", (torch.float16, torch.float16)), ("v", (E4M3, torch.float16)), ("k", (torch.float8_e5m2,) * 2)
+])  # fmt: skip
 def test_new_rows_beside_float8_queries_have_the_cache_s_dtype(name: str, dtypes: tuple[torch.dtype, ...]) -> None:
     k_cache, v_cache = CACHE.to(E4M3), CACHE.to(E4M3)
     k, v = (torch.ones(2, 1, 2, 16).to(dtype) for dtype in dtypes)
@@ -349,18 +332,15 @@ def test_new_rows_beside_float8_queries_have_the_cache_s_dtype(name: str, dtypes
     assert not v_cache.float().any()
 
 
-@pytest.mark.parametrize(
-    ("beginnings", "text"),
-    [
-        (ints(0, 3), r"\.shape is \(2,\), but must be \(batch \+ 1,\), \(3,\)"),
-        (ints(0, 1, 2, 3), r"\.shape is \(4,\)"), (ints(0, 1, 3).long(), r"\.dtype is torch\.int64"),
-        (ints(0, 1, 3).to("meta"), r"\.device is 'meta'"), (ints(1, 2, 3), r"\[0\] is 1, but must be 0"),
-        (ints(0, 5, 3), r"\[1\] is 5, but must be at most the packed rows, 3"),
-        (ints(0, 2, 1), r"\[2\] is 1, but must be at least cu_seqlens_k_new\[1\], 2"),
-        (ints(0, 1, 4), r"\[2\] is 4, but must be at most the packed rows, 3"),
-        ([0, 1, 3], r" is 'list', but must be a torch\.Tensor"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("beginnings", "text"), [
+    (ints(0, 3), r"\.shape is \(2,\), but must be \(batch \+ 1,\), \(3,\)"), (ints(0, 1, 2, 3), r"\.shape is \(4,\)"),
+    (ints(0, 1, 3).long(), r"\.dtype is torch\.int64"), (ints(0, 1, 3).to("meta"), r"\.device is 'meta'"),
+    (ints(1, 2, 3), r"\[0\] is 1, but must be 0"),
+    (ints(0, 5, 3), r"\[1\] is 5, but must be at most the packed rows, 3"),
+    (ints(0, 2, 1), r"\[2\] is 1, but must be at least cu_seqlens_k_new\[1\], 2"),
+    (ints(0, 1, 4), r"\[2\] is 4, but must be at most the packed rows, 3"),
+    ([0, 1, 3], r" is 'list', but must be a torch\.Tensor"),
+])  # fmt: skip
 def test_beginnings_of_new_keys_are_checked_before_a_row_is_written(beginnings: Any, text: str) -> None:
     k_cache, v_cache, new = CACHE.clone(), CACHE.clone(), torch.ones(3, 2, 16)
     with pytest.raises(ArgumentError, match=f"^flash_attn_with_kvcache: cu_seqlens_k_new{text}"):
@@ -372,10 +352,8 @@ def test_beginnings_of_new_keys_are_checked_before_a_row_is_written(beginnings: 
 def test_rows_without_sequences() -> None:
     new, cache, none = torch.ones(3, 2, 16), CACHE[:0].clone(), ints(0)
     tables = {"rotary_cos": torch.ones(8, 4), "rotary_sin": torch.ones(8, 4)}
-    out = flash_attn_with_kvcache(
-        Q[:, 0] + 1, cache, cache, new, new, cache_seqlens=none[:0], cu_seqlens_q=none, max_seqlen_q=1,
-        cu_seqlens_k_new=none, **tables,
-    )  # fmt: skip
+    out = flash_attn_with_kvcache(Q[:, 0] + 1, cache, cache, new, new, cache_seqlens=none[:0], cu_seqlens_q=none,
+        max_seqlen_q=1, cu_seqlens_k_new=none, **tables)  # fmt: skip
     assert torch.equal(out, torch.zeros(2, 4, 16))
 
 
@@ -384,14 +362,11 @@ SPARSE = ints(0, 1).to_sparse()
 
 
 @pytest.mark.parametrize("bad", [NESTED, JAGGED, SPARSE, [1]], ids=["nested", "jagged", "sparse", "list"])
-@pytest.mark.parametrize(
-    "name",
-    [
-        "q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", "page_table", "cache_batch_idx",
-        "cache_seqlens", "cache_leftpad", "rotary_seqlens", "cu_seqlens_q", "cu_seqlens_k_new", "q_descale",
-        "k_descale", "v_descale", "qv", "scheduler_metadata",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("name", [
+    "q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", "page_table", "cache_batch_idx", "cache_seqlens",
+    "cache_leftpad", "rotary_seqlens", "cu_seqlens_q", "cu_seqlens_k_new", "q_descale", "k_descale", "v_descale", "qv",
+    "scheduler_metadata",
+])  # fmt: skip
 def test_what_is_no_dense_tensor_is_one_error(name: str, bad: Any) -> None:
     new = torch.ones(2, 1, 2, 16)
     base = {"q": Q, "k_cache": CACHE.clone(), "v_cache": CACHE.clone()}

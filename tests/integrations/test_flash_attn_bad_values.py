@@ -24,10 +24,8 @@ PARTS = torch.randn(3, 1, 2, 4, 16), torch.randn(3, 1, 2, 4)
 fa3 = flash_attn_interface
 attend_cache = partial(flash_attn.flash_attn_with_kvcache, Q, PAGES, PAGES)
 attend_f8_cache = partial(fa3.flash_attn_with_kvcache, k_cache=CACHE.to(F8), v_cache=CACHE.to(F8), cache_seqlens=3)
-attend_pages = partial(
-    flash_attn.flash_attn_varlen_func, torch.ones(5, 4, 16), PAGES + 1, PAGES + 1, cu_seqlens_q=ints(0, 2, 5),
-    max_seqlen_q=3, block_table=TABLE,
-)  # fmt: skip
+attend_pages = partial(flash_attn.flash_attn_varlen_func, torch.ones(5, 4, 16), PAGES + 1, PAGES + 1,
+    cu_seqlens_q=ints(0, 2, 5), max_seqlen_q=3, block_table=TABLE)  # fmt: skip
 LENGTHS = {"cu_seqlens_k": ints(0, 3, 9), "max_seqlen_k": 6}
 REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     *((partial(hub.flash_attn_func, Q, K, K), {"s_aux": SINKS.to(dtype)}, r"flash_attn_func: s_aux.dtype is torch\.")
@@ -97,9 +95,8 @@ def test_dtypes_are_those_of_the_function(name: str, dtype: torch.dtype) -> None
     for module, taken in ((flash_attn, floats), (flash_attn_interface, f"{floats}, {more}")):
         if dtype is not F8 or module is flash_attn:
             hint = r" \(hint: float\(\)\)" if dtype is torch.float64 else ".*"
-            with pytest.raises(
-                ArgumentError, match=rf"^flash_attn_func: {name}\.dtype is {dtype}, .* one of {taken}{hint}$"
-            ):
+            with pytest.raises(ArgumentError,
+                    match=rf"^flash_attn_func: {name}\.dtype is {dtype}, .* one of {taken}{hint}$"):  # fmt: skip
                 module.flash_attn_func(**given)
 
 
@@ -125,17 +122,13 @@ def test_packed_keys_in_the_other_order() -> None:
     flash_attn.flash_attn_kvpacked_func(Q_ADVICE.transpose(1, 2), packed.transpose(1, 3))
 
 
-@pytest.mark.parametrize(
-    ("given", "same"),
-    [
-        ({"window_size": (2**70, -1)}, {}), ({"window_size": (-1, 2**70)}, {}),
-        ({"softmax_scale": 2**70}, {"softmax_scale": 2.0**70}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("given", "same"), [
+    ({"window_size": (2**70, -1)}, {}), ({"window_size": (-1, 2**70)}, {}),
+    ({"softmax_scale": 2**70}, {"softmax_scale": 2.0**70}),
+])  # fmt: skip
 def test_probabilities_of_numbers_past_every_integer(given: dict[str, Any], same: dict[str, Any]) -> None:
     """Such windows hide nothing, with S_dmask as without."""
-    x = torch.randn(1, 5, 4, 16)
-    found = []
+    x, found = torch.randn(1, 5, 4, 16), []
     for more in (given, same):
         torch.manual_seed(0)
         found.append(flash_attn.flash_attn_func(x, x, x, 0.5, return_attn_probs=True, **more))
@@ -172,6 +165,5 @@ def test_without_sinks_they_are_flash_attn_s(tensors: tuple[torch.Tensor, ...]) 
     q, k, v = tensors
     given = (q[None], k[None], v[None])
     assert torch.equal(hub.flash_attn_func(*given), flash_attn.flash_attn_func(*given))
-    assert torch.equal(
-        hub.flash_attn_varlen_func(q, k, v, CU, CU, 7, 7), flash_attn.flash_attn_varlen_func(q, k, v, CU, CU, 7, 7)
-    )
+    assert torch.equal(hub.flash_attn_varlen_func(q, k, v, CU, CU, 7, 7),
+        flash_attn.flash_attn_varlen_func(q, k, v, CU, CU, 7, 7))  # fmt: skip

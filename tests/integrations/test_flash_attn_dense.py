@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from flash_attn_oracle import beginnings, check_one, ints, one, strided, within
+from flash_attn_oracle import beginnings, check_one, ints, one, strided, within_gradients
 
 import portattn
 from portattn.errors import ArgumentError
@@ -40,9 +40,7 @@ def test_every_argument(name: str, sizes: tuple[int, int]) -> None:
     torch.manual_seed(1)
     q, k, v = strided(2, sizes[0], 4, 16), strided(2, sizes[1], 2, 16), strided(2, sizes[1], 2, 24)  # GQA, Dv ≠ D
     out, lse, masked = flash_attn_func(q, k, v, **scores, return_attn_probs=True)
-    assert lse.shape == (2, 4, sizes[0])
-    assert lse.dtype is torch.float32
-    assert masked.shape == (0,)
+    assert (lse.shape, lse.dtype, masked.shape) == ((2, 4, sizes[0]), torch.float32, (0,))
     assert torch.equal(out, flash_attn_func(q, k, v, **scores))
     for b in range(2):
         check_one(out[b], lse[b], q[b], k[b], v[b], math.inf, **of(scores, b))
@@ -69,9 +67,8 @@ def test_the_kernels_give_the_same_as_the_reference() -> None:
 
 
 def test_no_keys_and_no_queries() -> None:
-    out, lse, _ = flash_attn_func(
-        torch.randn(2, 3, 4, 16), torch.randn(2, 0, 2, 16), torch.randn(2, 0, 2, 16), return_attn_probs=True
-    )
+    out, lse, _ = flash_attn_func(torch.randn(2, 3, 4, 16), torch.randn(2, 0, 2, 16), torch.randn(2, 0, 2, 16),
+        return_attn_probs=True)  # fmt: skip
     assert not out.any()
     assert (lse == math.inf).all()
     assert flash_attn_func(torch.randn(2, 0, 4, 16), *torch.randn(2, 2, 5, 2, 16).unbind()).shape == (2, 0, 4, 16)
@@ -82,11 +79,10 @@ def test_packed_tensors_are_read_where_they_lie(name: str) -> None:
     torch.manual_seed(4)
     q, kv, qkv = torch.randn(2, 5, 4, 16), torch.randn(2, 9, 2, 2, 16), torch.randn(2, 8, 3, 4, 16)
     scores = SCORES[name]
-    for packed, parts in (
+    for (out, lse, masked), parts in (
         (flash_attn_kvpacked_func(q, kv, **scores, return_attn_probs=True), (q, kv[:, :, 0], kv[:, :, 1])),
         (flash_attn_qkvpacked_func(qkv, **scores, return_attn_probs=True), tuple(qkv.unbind(2))),
     ):
-        out, lse, masked = packed
         assert masked.numel() == 0
         for b in range(2):
             check_one(out[b], lse[b], *(part[b] for part in parts), math.inf, **scores)
@@ -126,15 +122,12 @@ def test_gradients(name: str, dropout_p: float) -> None:
     weight = torch.randn_like(out)
     (out * weight).sum().backward()
     kept = ~torch.signbit(masked) if dropout_p else [None, None]
-    results: list[list[Any]] = []
-    for exact in (True, False):
-        theirs = [t.double().requires_grad_() if exact else t.clone().requires_grad_() for t in (q, k, v)]
-        for b in range(2):
-            given = {**of(scores, b), "kept": kept[b], "dropout_p": dropout_p, "exact": exact}
-            (one(*(t[b] for t in theirs), **given)[0] * weight[b]).sum().backward()
-        results.append([t.grad for t in theirs])
-    for ours, right, same in zip(leaves, *results, strict=True):
-        within(ours.grad, right, same)
+
+    def loss(*tensors: torch.Tensor, exact: bool) -> Any:
+        given: list[Any] = [{**of(scores, b), "kept": kept[b], "dropout_p": dropout_p} for b in range(2)]
+        return sum((one(*(t[b] for t in tensors), **given[b], exact=exact)[0] * weight[b]).sum() for b in range(2))
+
+    within_gradients([leaf.grad for leaf in leaves], (q, k, v), loss)
 
 
 def test_the_lse_has_a_gradient() -> None:
@@ -143,13 +136,11 @@ def test_the_lse_has_a_gradient() -> None:
     q, k = torch.randn(1, 5, 2, 16, requires_grad=True), torch.randn(1, 3, 2, 16)
     _, lse, _ = flash_attn_func(q, k, k, causal=True, return_attn_probs=True)
     lse.masked_fill(lse == math.inf, 0.0).square().sum().backward()
-    results = []
-    for exact in (True, False):
-        leaf = q.detach().double().requires_grad_() if exact else q.detach().clone().requires_grad_()
-        right = one(leaf[0, 2:], k[0], k[0], causal=True, exact=exact)[1]  # rows from 2 on see keys
-        right.square().sum().backward()
-        results.append(leaf.grad)
-    within(q.grad, *results)
+
+    def loss(leaf: torch.Tensor, exact: bool) -> torch.Tensor:
+        return one(leaf[0, 2:], k[0], k[0], causal=True, exact=exact)[1].square().sum()  # rows from 2 on see keys
+
+    within_gradients([q.grad], [q], loss)
     assert not q.grad[:, :2].any()
 
 
@@ -193,9 +184,7 @@ def check(out: torch.Tensor, lse: torch.Tensor, q: Any, k: Any, v: Any, cu_k: to
 def test_every_argument_packed(name: str) -> None:
     q, k, v = packed()
     out, lse, masked = flash_attn_varlen_func(q, k, v, CU_Q, CU_K, 9, 11, **ALL[name], return_attn_probs=True)
-    assert out.shape == (14, 4, 24)
-    assert lse.shape == (4, 14)
-    assert masked.numel() == 0
+    assert (out.shape, lse.shape, masked.numel()) == ((14, 4, 24), (4, 14), 0)
     check(out, lse, q, k, v, CU_K, ALL[name])
 
 
@@ -203,9 +192,8 @@ def test_lengths_as_tensors_of_one_element() -> None:
     """transformers gives them so."""
     q, k, v = packed()
     longest = torch.tensor(9), torch.tensor([11])
-    assert torch.equal(
-        flash_attn_varlen_func(q, k, v, CU_Q, CU_K, *longest), flash_attn_varlen_func(q, k, v, CU_Q, CU_K, 9, 11)
-    )
+    assert torch.equal(flash_attn_varlen_func(q, k, v, CU_Q, CU_K, *longest),
+        flash_attn_varlen_func(q, k, v, CU_Q, CU_K, 9, 11))  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["plain", "all"])
@@ -225,8 +213,7 @@ def test_pages(page: int, name: str) -> None:
     """block_table, in an order of its own; what no sequence reaches holds NaN, in keys and in values."""
     q, k, v = packed()
     most = -(-max(LENGTHS_K) // page)
-    table = torch.full((3, most), -1, dtype=torch.int32)
-    pages = torch.randperm(3 * most + 2).tolist()
+    table, pages = torch.full((3, most), -1, dtype=torch.int32), torch.randperm(3 * most + 2).tolist()
     k_pages, v_pages = (torch.full((3 * most + 2, page, *t.shape[1:]), math.nan) for t in (k, v))
     for b, length in enumerate(LENGTHS_K):
         for place in range(-(-length // page)):
@@ -234,9 +221,8 @@ def test_pages(page: int, name: str) -> None:
             rows = slice(int(CU_K[b]) + place * page, int(CU_K[b]) + min((place + 1) * page, length))
             for cache, rows_of in ((k_pages, k), (v_pages, v)):
                 cache[table[b, place], : rows.stop - rows.start] = rows_of[rows]
-    out, lse, masked = flash_attn_varlen_func(
-        q, k_pages, v_pages, CU_Q, CU_K, 9, 11, **ALL[name], return_attn_probs=True, block_table=table
-    )
+    out, lse, masked = flash_attn_varlen_func(q, k_pages, v_pages, CU_Q, CU_K, 9, 11, **ALL[name],
+        return_attn_probs=True, block_table=table)  # fmt: skip
     assert masked.numel() == 0
     check(out, lse, q, k, v, CU_K, ALL[name])
 
@@ -244,9 +230,8 @@ def test_pages(page: int, name: str) -> None:
 def test_dropout_and_its_mask_packed() -> None:
     q, k, v = packed()
     given = ALL["causal_alibi"]
-    out, lse, masked = flash_attn_varlen_func(
-        q, k, v, CU_Q, CU_K, 10, 12, dropout_p=0.3, **given, return_attn_probs=True
-    )
+    out, lse, masked = flash_attn_varlen_func(q, k, v, CU_Q, CU_K, 10, 12, dropout_p=0.3, **given,
+        return_attn_probs=True)  # fmt: skip
     assert masked.shape == (3, 4, 10, 12)
     for b, (rows, keys) in enumerate(zip(LENGTHS_Q, LENGTHS_K, strict=True)):
         queries, its = slice(int(CU_Q[b]), int(CU_Q[b]) + rows), slice(int(CU_K[b]), int(CU_K[b]) + keys)
@@ -267,15 +252,13 @@ def test_gradients_packed(name: str) -> None:
     out = flash_attn_varlen_func(*leaves, CU_Q, CU_K, 9, 11, **ALL[name])
     weight = torch.randn_like(out)
     (out * weight).sum().backward()
-    found = []
-    for exact in (True, False):
-        q, k, v = (t.double().requires_grad_() if exact else t.clone().requires_grad_() for t in tensors)
-        for b in range(3):
-            queries, keys = slice(*CU_Q[b : b + 2].tolist()), slice(*CU_K[b : b + 2].tolist())
-            (one(q[queries], k[keys], v[keys], **ALL[name], exact=exact)[0] * weight[queries]).sum().backward()
-        found.append([t.grad for t in (q, k, v)])
-    for ours, right, same in zip(leaves, *found, strict=True):
-        within(ours.grad, right, same)
+
+    def loss(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, exact: bool) -> Any:
+        places = [(slice(*CU_Q[b : b + 2].tolist()), slice(*CU_K[b : b + 2].tolist())) for b in range(3)]
+        return sum((one(q[mine], k[its], v[its], **ALL[name], exact=exact)[0] * weight[mine]).sum()
+            for mine, its in places)  # fmt: skip
+
+    within_gradients([leaf.grad for leaf in leaves], tensors, loss)
 
 
 Q, K = torch.zeros(2, 5, 4, 16), torch.zeros(2, 7, 2, 16)
@@ -322,13 +305,11 @@ REFUSED: list[tuple[Any, dict[str, Any], list[tuple[dict[str, Any], str]]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("call", "given", "text"), [(call, base | given, text) for call, base, rows in REFUSED for given, text in rows]
-)
+@pytest.mark.parametrize(("call", "given", "text"), [(call, base | given, text) for call, base, rows in REFUSED
+    for given, text in rows])  # fmt: skip
 def test_bad_input_is_one_error_in_flash_attn_s_names(call: Any, given: dict[str, Any], text: str) -> None:
     with pytest.raises(ArgumentError, match=f"^{call.__name__}: {text}") as caught:
         call(**given)
-    assert caught.value.op == call.__name__
-    assert caught.value.__cause__ is None
+    assert (caught.value.op, caught.value.__cause__) == (call.__name__, None)
     with pytest.raises(TypeError, match="unexpected keyword"):
         call(**given, scale=1.0)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flash_attn_oracle import beginnings, check_one, ints, one, within
+from flash_attn_oracle import beginnings, check_one, ints, one, within, within_gradients
 
 import portattn
 from portattn.errors import ArgumentError
@@ -33,10 +33,8 @@ def packed() -> list[torch.Tensor]:
 def normalised(signed: torch.Tensor, scores: torch.Tensor, block: int) -> torch.Tensor:
     """Probabilities of S_dmask: each block of columns counts by the largest score of it and of all later columns."""
     lse = torch.logsumexp(scores, -1)
-    parts = [
-        part.abs() * torch.exp(scores[..., first:].amax(-1) - lse)[..., None]
-        for first, part in zip(range(0, scores.shape[-1], block), signed.split(block, -1), strict=True)
-    ]
+    parts = [part.abs() * torch.exp(scores[..., first:].amax(-1) - lse)[..., None]
+        for first, part in zip(range(0, scores.shape[-1], block), signed.split(block, -1), strict=True)]  # fmt: skip
     return torch.cat(parts, -1)
 
 
@@ -121,18 +119,16 @@ def test_pages_beside_queries_that_require_gradients() -> None:
     pages_k, pages_v = (torch.nn.functional.pad(t, (0, 0, 0, 0, 0, 6)).view(-1, 4, 2, 16) for t in (k, v))
     table, cu = ints(0, 1, 2, 3, 4, 5).view(3, 2), ints(0, 5, 13, 17)
     leaf = q.clone().requires_grad_()
-    out, lse, _ = flash_attn.flash_attn_varlen_func(
-        leaf, pages_k, pages_v, CU_Q, cu, 6, 8, causal=True, block_table=table, return_attn_probs=True
-    )
+    out, lse, _ = flash_attn.flash_attn_varlen_func(leaf, pages_k, pages_v, CU_Q, cu, 6, 8, causal=True,
+        block_table=table, return_attn_probs=True)  # fmt: skip
     assert out.requires_grad
     for b, length in enumerate((5, 8, 4)):
         mine = slice(*CU_Q[b : b + 2].tolist())
         keys, values = (pages[table[b].long()].flatten(0, 1)[:length] for pages in (pages_k, pages_v))
         check_one(out[mine].detach(), lse[:, mine].detach(), q[mine], keys, values, math.inf, causal=True)
     for result in (out, lse):
-        with pytest.raises(
-            RuntimeError, match=r"^flash_attn_varlen_func: block_table is \(3, 2\), but has no gradient"
-        ):
+        with pytest.raises(RuntimeError,
+                match=r"^flash_attn_varlen_func: block_table is \(3, 2\), but has no gradient"):  # fmt: skip
             result.sum().backward()
     assert leaf.grad is None
 
@@ -142,9 +138,8 @@ def test_float8_that_requires_gradients(is_packed: bool) -> None:
     q, k, v = (t.to(F8) for t in (packed() if is_packed else dense()))
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
     if is_packed:
-        out = flash_attn_interface.flash_attn_varlen_func(
-            *leaves, CU_Q, CU_K, 6, 9, seqused_q=ints(*LENGTHS_Q), seqused_k=ints(*LENGTHS_K), num_splits=3
-        )
+        out = flash_attn_interface.flash_attn_varlen_func(*leaves, CU_Q, CU_K, 6, 9, seqused_q=ints(*LENGTHS_Q),
+            seqused_k=ints(*LENGTHS_K), num_splits=3)  # fmt: skip
         parts = [(slice(*CU_Q[b : b + 2].tolist()), slice(*CU_K[b : b + 2].tolist())) for b in range(3)]
     else:
         out = flash_attn_interface.flash_attn_func(*leaves, num_splits=3)
@@ -319,14 +314,11 @@ def test_backward_by_parts_of_the_keys(is_packed: bool, width: int, backend: str
                 inner._flash_attn_backward(*given, *made, *scores, False)
             grads[0] += made[0]
             grads[1][:, part], grads[2][:, part] = made[1:]
-    results: list[list[Any]] = []
-    for exact in (True, False):
-        leaves = [(t.double() if exact else t).clone().requires_grad_() for t in (q, k, v)]
-        for b in range(2):
-            (one(*(t[b] for t in leaves), exact=exact)[0] * dout[b]).sum().backward()
-        results.append([t.grad for t in leaves])
-    for ours, right, same in zip(grads, *results, strict=True):
-        within(ours, right, same)
+
+    def loss(*tensors: torch.Tensor, exact: bool) -> Any:
+        return sum((one(*(t[b] for t in tensors), exact=exact)[0] * dout[b]).sum() for b in range(2))
+
+    within_gradients(grads, (q, k, v), loss)
 
 
 def test_forward_over_pages_and_used_rows() -> None:
@@ -372,9 +364,8 @@ def test_memory_for_other_results(name: str, is_packed: bool) -> None:
             lse = torch.zeros(4, 9) if is_packed else torch.zeros(2, 4, 5)
             given = [q, q, k, v, q, lse, into["dq"], into["dk"], into["dv"]]
             given += [*sizes, None] if is_packed else [None, 0.0, *tail, False, None, None]
-        with pytest.raises(
-            RuntimeError, match=rf"^{function.__name__}: {name} is .*, but must (have the shape|be a to)"
-        ):
+        with pytest.raises(RuntimeError,
+                match=rf"^{function.__name__}: {name} is .*, but must (have the shape|be a to)"):  # fmt: skip
             function(*given)
         written = [t for t in into.values() if isinstance(t, torch.Tensor) and t is not wrong]
         assert not any(t.any() for t in written)
@@ -399,15 +390,13 @@ def test_the_extension_s_argument_orders() -> None:
     end = (CU_Q, CU_K, None, 6, 9, 0.0, 0.25, False, True, -1, -1, 0.0, True)
     whole = (packed_out, p, pk, pv, packed_out, packed_lse, None, None, None)
     assert gpu.varlen_bwd(*whole, *end, None, state)[0].shape == p.shape
-    message = "`generator` argument is no longer supported"
-    with pytest.raises(RuntimeError, match=message):
-        gpu.fwd(q, k, v, None, None, 0.0, *tail, False, state)
-    with pytest.raises(RuntimeError, match=message):
-        gpu.bwd(out, q, k, v, out, lse, None, None, None, None, 0.0, *tail, False, state, None)
-    with pytest.raises(RuntimeError, match=message):
-        gpu.varlen_fwd(p, pk, pv, *middle, False, state, 0)
-    with pytest.raises(RuntimeError, match=message):
-        gpu.varlen_bwd(*whole, *end, state, None)
+    for function, given in (
+        (gpu.fwd, (q, k, v, None, None, 0.0, *tail, False, state)), (gpu.varlen_bwd, (*whole, *end, state, None)),
+        (gpu.bwd, (out, q, k, v, out, lse, None, None, None, None, 0.0, *tail, False, state, None)),
+        (gpu.varlen_fwd, (p, pk, pv, *middle, False, state, 0)),
+    ):  # fmt: skip
+        with pytest.raises(RuntimeError, match="`generator` argument is no longer supported"):
+            function(*given)
 
 
 @pytest.mark.parametrize("width", [16, 80])
@@ -435,10 +424,8 @@ def test_no_row_of_a_negative_length_is_written(form: str, is_packed: bool) -> N
     """Several new rows of a length just below 0 would lie at 0 and behind it."""
     size, new = (4, 4) if form == "pages" else (2, 8), 3
     k_cache, v_cache = torch.full((*size, 2, 16), 7.0), torch.full((*size, 2, 16), 7.0)
-    given: dict[str, Any] = {
-        "own": {}, "batch_idx": {"cache_batch_idx": ints(1, 0)},
-        "pages": {"page_table": torch.arange(4, dtype=torch.int32).view(2, 2)},
-    }[form]  # fmt: skip
+    given: dict[str, Any] = {"own": {}, "batch_idx": {"cache_batch_idx": ints(1, 0)},
+        "pages": {"page_table": torch.arange(4, dtype=torch.int32).view(2, 2)}}[form]  # fmt: skip
     q, k, v = torch.randn(2, 1, 4, 16), torch.randn(2, new, 2, 16), torch.randn(2, new, 2, 16)
     if is_packed:
         k, v = k.flatten(0, 1), v.flatten(0, 1)

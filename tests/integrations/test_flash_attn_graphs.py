@@ -65,17 +65,13 @@ def test_compiled_dropout() -> None:
     check_one(out[0], lse[0], q[0], k[0], v[0], math.inf, kept=kept[0], dropout_p=0.5)
 
 
-@pytest.mark.parametrize(
-    ("given", "reason"),
-    [
-        ({"window_size": 3}, r"'flash_attn_func', 'window_size', 3, 'must be two integers"),
-        ({"deterministic": True},
-         r"flash_attn: deterministic=True goes with torch.use_deterministic_algorithms\(True\)"),
-        ({"window_size": torch.tensor([3, 0])}, r"flash_attn: window_size must be two integers in a graph"),
-        ({"window_size": (np.array(3), 0)}, r"flash_attn: window_size must be two integers in a graph"),
-        ({"causal": "top_left"}, r"'causal', 'top_left', 'must be True or False'"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("given", "reason"), [
+    ({"window_size": 3}, r"'flash_attn_func', 'window_size', 3, 'must be two integers"),
+    ({"deterministic": True}, r"flash_attn: deterministic=True goes with torch.use_deterministic_algorithms\(True\)"),
+    ({"window_size": torch.tensor([3, 0])}, r"flash_attn: window_size must be two integers in a graph"),
+    ({"window_size": (np.array(3), 0)}, r"flash_attn: window_size must be two integers in a graph"),
+    ({"causal": "top_left"}, r"'causal', 'top_left', 'must be True or False'"),
+])  # fmt: skip
 def test_a_whole_graph_says_why_a_call_is_refused(given: dict[str, Any], reason: str) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(flash_attn.flash_attn_func, backend="aot_eager", fullgraph=True)
@@ -118,17 +114,15 @@ def test_compiled_with_a_cache(form: str, grad: bool) -> None:
     recorded and queries require them, it computes without."""
     torch._dynamo.reset()
     torch.manual_seed(2)
-    given: dict[str, Any] = {
-        "own": {}, "batch_idx": {"cache_batch_idx": ints(2, 0)}, "pages": {"block_table": ints(3, 1, 0, 2).view(2, 2)},
-    }[form]  # fmt: skip
+    given: dict[str, Any] = {"own": {}, "batch_idx": {"cache_batch_idx": ints(2, 0)},
+        "pages": {"block_table": ints(3, 1, 0, 2).view(2, 2)}}[form]  # fmt: skip
     sizes = {"own": (2, 32), "batch_idx": (3, 32), "pages": (4, 16)}[form]
     angles = torch.randn(40, 8)
     cos, sin = angles.cos(), angles.sin()
 
     def step(q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, lengths: Any) -> Any:
-        return flash_attn.flash_attn_with_kvcache(
-            q, k_cache, v_cache, k, v, cos, sin, lengths, causal=True, return_softmax_lse=True, **given
-        )
+        return flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cos, sin, lengths, causal=True,
+            return_softmax_lse=True, **given)  # fmt: skip
 
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
     eager_caches = [torch.randn(*sizes, 2, 16) for _ in range(2)]

@@ -76,14 +76,12 @@ def test_append_and_attend(form: str, name: str, poisoned: str) -> None:
         for i in range(3):
             right_k[cache.rows[b][before + i]], right_v[cache.rows[b][before + i]] = k[b, i], v[b, i]
     lengths = ints(*BEFORE)
-    out, lse = flash_attn_with_kvcache(
-        q, cache.k, cache.v, k, v, cache_seqlens=lengths, **cache.given, **SCORES[name], return_softmax_lse=True
-    )
+    out, lse = flash_attn_with_kvcache(q, cache.k, cache.v, k, v, cache_seqlens=lengths, **cache.given, **SCORES[name],
+        return_softmax_lse=True)  # fmt: skip
     assert lengths.tolist() == list(BEFORE)
     assert same_bits(cache.k, right_k)
     assert same_bits(cache.v, right_v)
-    assert out.shape == (3, 3, HEADS, V_WIDTH)
-    assert lse.shape == (3, HEADS, 3)
+    assert (out.shape, lse.shape) == ((3, 3, HEADS, V_WIDTH), (3, HEADS, 3))
     for b, before in enumerate(BEFORE):
         keys, values = (cache.of(tensor, b, 0, before + 3) for tensor in (cache.k, cache.v))
         check_one(out[b], lse[b], q[b], keys, values, math.inf, **SCORES[name])
@@ -93,14 +91,11 @@ def test_append_and_attend(form: str, name: str, poisoned: str) -> None:
 @pytest.mark.parametrize("rows", [1, 4, 20])  # 20: more than decode_attention is for
 @pytest.mark.parametrize("form", ["own", "batch_idx"])
 def test_left_padding_without_new_rows(form: str, rows: int, poisoned: str) -> None:
-    cache = cache_of(form, poisoned, pads=PADS)
-    q = torch.randn(3, rows, HEADS, WIDTH)
+    cache, q = cache_of(form, poisoned, pads=PADS), torch.randn(3, rows, HEADS, WIDTH)
     before = cache.k.clone(), cache.v.clone()
     for scores in (SCORES["causal"], SCORES["alibi"], SCORES["window"]):
-        out, lse = flash_attn_with_kvcache(
-            q, cache.k, cache.v, cache_seqlens=ints(*BEFORE), cache_leftpad=ints(*PADS), **cache.given, **scores,
-            return_softmax_lse=True,
-        )  # fmt: skip
+        out, lse = flash_attn_with_kvcache(q, cache.k, cache.v, cache_seqlens=ints(*BEFORE), cache_leftpad=ints(*PADS),
+            **cache.given, **scores, return_softmax_lse=True)  # fmt: skip
         for b, (pad, length) in enumerate(zip(PADS, BEFORE, strict=True)):
             keys, values = (cache.of(tensor, b, pad, length) for tensor in (cache.k, cache.v))
             check_one(out[b], lse[b], q[b], keys, values, math.inf, **scores)
@@ -125,15 +120,12 @@ def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: lis
 def test_rotation(form: str, name: str, interleaved: bool) -> None:
     """Keys by their rows in the cache; queries too, but for calls without a mask: all at cache_seqlens."""
     pads = (0, 0, 0) if form == "pages" else PADS
-    cache = cache_of(form, "keys", pads=pads)
-    angles = torch.randn(ROOM, 6) * 3
+    cache, angles = cache_of(form, "keys", pads=pads), torch.randn(ROOM, 6) * 3
     cos, sin = angles.cos(), angles.sin()
     q, k, v = torch.randn(3, 3, HEADS, WIDTH), torch.randn(3, 3, KV_HEADS, WIDTH), torch.randn(3, 3, KV_HEADS, V_WIDTH)
     given = cache.given if form == "pages" else {**cache.given, "cache_leftpad": ints(*pads)}
-    out, lse = flash_attn_with_kvcache(
-        q, cache.k, cache.v, k, v, cos, sin, cache_seqlens=ints(*BEFORE), rotary_interleaved=interleaved, **given,
-        **SCORES[name], return_softmax_lse=True,
-    )  # fmt: skip
+    out, lse = flash_attn_with_kvcache(q, cache.k, cache.v, k, v, cos, sin, cache_seqlens=ints(*BEFORE),
+        rotary_interleaved=interleaved, **given, **SCORES[name], return_softmax_lse=True)  # fmt: skip
     for b, (pad, before) in enumerate(zip(pads, BEFORE, strict=True)):
         at = [before, before + 1, before + 2]
         assert torch.equal(cache.of(cache.k, b, before, before + 3), turned(k[b], cos, sin, at, interleaved))
@@ -157,10 +149,8 @@ def test_sixteen_bits_by_the_kernels(form: str, dtype: torch.dtype) -> None:
     angles = torch.randn(ROOM, 8)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     with portattn.settings(backend="interpreter"):
-        out, lse = flash_attn_with_kvcache(
-            q, cache.k, cache.v, k, v, cos, sin, ints(*BEFORE), **cache.given, causal=True, num_splits=2,
-            return_softmax_lse=True,
-        )  # fmt: skip
+        out, lse = flash_attn_with_kvcache(q, cache.k, cache.v, k, v, cos, sin, ints(*BEFORE), **cache.given,
+            causal=True, num_splits=2, return_softmax_lse=True)  # fmt: skip
     for b, before in enumerate(BEFORE):
         new = turned(k[b].float(), cos.float(), sin.float(), [before], True).to(dtype)
         assert torch.equal(cache.of(cache.k, b, before, before + 1), new)
@@ -188,9 +178,8 @@ def test_a_negative_length_takes_no_part(form: str) -> None:
     before = cache.k.clone(), cache.v.clone()
     q, k, v = torch.randn(3, 1, HEADS, WIDTH), torch.randn(3, 1, KV_HEADS, WIDTH), torch.randn(3, 1, KV_HEADS, V_WIDTH)
     lengths = ints(BEFORE[0], -1, -1)
-    out, lse = flash_attn_with_kvcache(
-        q, cache.k, cache.v, k, v, cache_seqlens=lengths, **cache.given, return_softmax_lse=True
-    )
+    out, lse = flash_attn_with_kvcache(q, cache.k, cache.v, k, v, cache_seqlens=lengths, **cache.given,
+        return_softmax_lse=True)  # fmt: skip
     for tensor, new, old in ((cache.k, k, before[0]), (cache.v, v, before[1])):
         old[cache.rows[0][BEFORE[0]]] = new[0, 0]
         assert same_bits(tensor, old)
@@ -212,10 +201,8 @@ def test_rows_beyond_a_sequence_s_room_go_nowhere(form: str) -> None:
 
 
 def test_sequences_without_keys() -> None:
-    out, lse = flash_attn_with_kvcache(
-        torch.randn(2, 3, 4, 16), *torch.full((2, 2, 8, 2, 16), math.nan).unbind(), cache_seqlens=0,
-        return_softmax_lse=True,
-    )  # fmt: skip
+    out, lse = flash_attn_with_kvcache(torch.randn(2, 3, 4, 16), *torch.full((2, 2, 8, 2, 16), math.nan).unbind(),
+        cache_seqlens=0, return_softmax_lse=True)  # fmt: skip
     assert not out.any()
     assert (lse == math.inf).all()
 
@@ -244,12 +231,8 @@ def test_what_requires_gradients_is_computed_without_a_graph(module: Any, form: 
     for cache, graph in zip(caches, (True, False), strict=True):
         tensors = {name: leaf.clone().requires_grad_(graph) * 1 for name, leaf in leaves.items()}
         assert all(tensor.requires_grad == graph for tensor in tensors.values())
-        found.append(
-            module.flash_attn_with_kvcache(
-                k_cache=cache.k, v_cache=cache.v, cache_seqlens=ints(17, 0, 28), causal=True, return_softmax_lse=True,
-                **given, **tensors,
-            )
-        )  # fmt: skip
+        found.append(module.flash_attn_with_kvcache(k_cache=cache.k, v_cache=cache.v, cache_seqlens=ints(17, 0, 28),
+            causal=True, return_softmax_lse=True, **given, **tensors))  # fmt: skip
         assert torch.is_grad_enabled()
         assert not any(tensor.requires_grad for tensor in (*found[-1], cache.k, cache.v))
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

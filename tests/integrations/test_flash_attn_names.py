@@ -14,10 +14,8 @@ from portattn.integrations.flash_attn import bert_padding, hub
 
 # Parameters as flash_attn's own sources have them: facts of Dao-AILab/flash-attention, flash_attn_interface.py of 2.8
 # and hopper/flash_attn_interface.py. A name alone must be given.
-TAIL = (
-    "dropout_p=0.0 softmax_scale=None causal=False window_size=(-1,-1) softcap=0.0 alibi_slopes=None "
-    "deterministic=False return_attn_probs=False"
-)
+TAIL = ("dropout_p=0.0 softmax_scale=None causal=False window_size=(-1,-1) softcap=0.0 alibi_slopes=None "
+    "deterministic=False return_attn_probs=False")  # fmt: skip
 PACKED = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
 TWO = {
     "flash_attn_func": f"q k v {TAIL}",
@@ -63,11 +61,8 @@ PADDING = {
     "pad_input": "hidden_states indices batch seqlen",
 }  # fmt: skip
 HUB = {name: f"{TWO[name]} s_aux=None" for name in hub.__all__}
-ALL = [
-    (module, name, parameters)
-    for module, functions in ((flash_attn, TWO), (flash_attn_interface, THREE), (bert_padding, PADDING), (hub, HUB))
-    for name, parameters in functions.items()
-]
+ALL = [(module, name, parameters) for module, functions in ((flash_attn, TWO), (flash_attn_interface, THREE),
+    (bert_padding, PADDING), (hub, HUB)) for name, parameters in functions.items()]  # fmt: skip
 
 
 @pytest.mark.parametrize(("module", "name", "parameters"), ALL, ids=[f"{m.__name__}.{n}" for m, n, _ in ALL])
@@ -130,8 +125,7 @@ def test_places_that_are_allocated_and_unused() -> None:
     unused = torch.tensor([[0, 0, 1, 0], [0, 0, 0, 0]])
     packed, indices, cu_seqlens, longest, used = bert_padding.unpad_input(hidden, mask, unused)
     assert packed.flatten().tolist() == [0.0, 1.0, 2.0, 4.0]
-    assert (cu_seqlens.tolist(), longest, used.tolist()) == ([0, 3, 4], 3, [2, 1])
-    assert indices.tolist() == [0, 1, 2, 4]
+    assert (cu_seqlens.tolist(), longest, used.tolist(), indices.tolist()) == ([0, 3, 4], 3, [2, 1], [0, 1, 2, 4])
 
 
 def test_residual_gradients_add_up() -> None:

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from places import WITHOUT_PORTATTN
@@ -42,12 +43,10 @@ def child(repository, *command):
     """What a process prints that has no installed portattn, from a folder that is no source tree."""
     environment = {**os.environ, "LOCAL_KERNELS": f"portattn/portattn={repository}", "HF_HUB_OFFLINE": "1"}
     environment[WITHOUT_PORTATTN] = "1"
-    environment["PYTHONPATH"] = os.pathsep.join(
-        [str(TESTS), *(p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and Path(p) != ROOT)]
-    )
-    ran = subprocess.run(
-        [sys.executable, *command], cwd=repository.parent, env=environment, capture_output=True, text=True, timeout=500
-    )
+    environment["PYTHONPATH"] = os.pathsep.join([str(TESTS),
+        *(p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and Path(p) != ROOT)])  # fmt: skip
+    ran = subprocess.run([sys.executable, *command], cwd=repository.parent, env=environment, capture_output=True,
+        text=True, timeout=500)  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     return json.loads(ran.stdout.splitlines()[-1])
 
@@ -67,9 +66,8 @@ def test_what_is_written(script, tmp_path, capsys):
         assert metadata["id"] == variant["id"]
         assert metadata["id"].isidentifier()
         assert metadata["backend"] == {"type": variant["name"].removeprefix("torch-")}
-        digests = {
-            path: base64.b64encode(hashlib.sha256(p.read_bytes()).digest()).decode() for path, p in files.items()
-        }
+        digests = {path: base64.b64encode(hashlib.sha256(p.read_bytes()).digest()).decode()
+            for path, p in files.items()}  # fmt: skip
         assert metadata["digest"] == {"algorithm": "sha256", "files": digests}
 
 
@@ -77,14 +75,11 @@ def test_the_library_is_whole(repository):
     """All modules and data of the source tree: a module that is left out is found by the first call that needs it."""
     library = repository / VARIANT / "library" / "portattn"
     written = {p.relative_to(library).as_posix() for p in library.rglob("*") if p.is_file()}
-    own = {
-        f"{prefix}{p.relative_to(ROOT / folder).as_posix()}"
+    own = {f"{prefix}{p.relative_to(ROOT / folder).as_posix()}"
         for folder, prefix in (("portattn", ""), ("backends", "backends/"), ("quirks", "quirks/"))
-        for p in (ROOT / folder).rglob("*")
-        if p.suffix in (".py", ".toml", ".c", ".jinja", ".js") and "__pycache__" not in p.parts
-    }
-    assert own - written == set()
-    assert {path for path in written if "__pycache__" in path} == set()
+        for p in (ROOT / folder).rglob("*") if p.suffix in (".py", ".toml", ".c", ".jinja", ".js")
+        and "__pycache__" not in p.parts}  # fmt: skip
+    assert (own - written, {path for path in written if "__pycache__" in path}) == (set(), set())
 
 
 def test_what_it_has_not_written_is_not_replaced(script, tmp_path, repository, capsys):
@@ -121,24 +116,19 @@ def test_an_interrupted_run_keeps_the_older_one(script, repository, tmp_path, mo
 
 
 def test_a_full_disk_names_the_folder(script, tmp_path, monkeypatch, capsys):
-    def full(path, data):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as a write says it: without a name
-
-    monkeypatch.setattr(Path, "write_bytes", full)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as a write says it: without a name
+    monkeypatch.setattr(Path, "write_bytes", Mock(side_effect=full))
     monkeypatch.setattr(script.signal, "signal", lambda *given: None)  # this process keeps its handlers
     assert script.main(["--out", str(tmp_path / "kernel"), "--variants", "torch-cpu"]) == 2
     assert f"{tmp_path / 'kernel'} was not written: [Errno 28] No space left" in capsys.readouterr().err
 
 
 def test_another_portattn_in_the_process_is_said(repository):
-    code = (
-        "import importlib.util, json, sys, types; sys.modules['portattn'] = types.ModuleType('portattn')\n"
+    code = ("import importlib.util, json, sys, types; sys.modules['portattn'] = types.ModuleType('portattn')\n"
         "sys.modules['portattn'].__version__, sys.modules['portattn'].__file__ = '9.9', 'elsewhere'\n"
         f"spec = importlib.util.spec_from_file_location('kernel', {str(repository / VARIANT / '__init__.py')!r})\n"
-        "module = importlib.util.module_from_spec(spec)\n"
-        "try: spec.loader.exec_module(module)\n"
-        "except ImportError as error: print(json.dumps(str(error)))\n"
-    )
+        "module = importlib.util.module_from_spec(spec)\n" "try: spec.loader.exec_module(module)\n"
+        "except ImportError as error: print(json.dumps(str(error)))\n")  # fmt: skip
     text = child(repository, "-c", code)
     assert text.startswith(f"the portattn kernel holds portattn {__version__}, and portattn 9.9 is imported already")
 

@@ -62,15 +62,13 @@ def test_a_compiled_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_generation_and_prefill_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     found = list(sets.transformers(Measure("cpu", only="left-padded", tiny=True, rounds=1)))
-    assert [(row["case"].split()[0], row["contender"]) for row in found] == [
-        (what, who) for what in ("generate", "prefill") for who in sets.CONTENDERS
-    ]
+    expected = [(what, who) for what in ("generate", "prefill") for who in sets.CONTENDERS]
+    assert [(row["case"].split()[0], row["contender"]) for row in found] == expected
     assert all(row["least_ms"] == row["ms"] for row in found)
 
 
 def test_checkpointing_recomputes_and_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    sdpa = torch.nn.functional.scaled_dot_product_attention
+    calls, sdpa = [], torch.nn.functional.scaled_dot_product_attention
     counted = lambda *args, **named: calls.append(1) or sdpa(*args, **named)  # noqa: E731
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
     trainer = sets.Trainer(sets.TINY, "cpu")
@@ -121,5 +119,4 @@ def test_a_failure_is_told_and_the_others_are_measured(monkeypatch: pytest.Monke
 
 def test_steps_without_time_are_named() -> None:
     measure = Measure("cpu", tiny=True, end=0.0)
-    assert list(sets.training_step(measure)) == []
-    assert measure.left == list(sets.STEPS)
+    assert (list(sets.training_step(measure)), measure.left) == ([], list(sets.STEPS))

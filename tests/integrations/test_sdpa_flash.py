@@ -16,9 +16,8 @@ import portattn
 from portattn.integrations import sdpa, sdpa_mapping
 from portattn.integrations.sdpa_flash import Activation
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(attention, "register_flash_attention_impl"), reason="this torch has no such registry"
-)
+pytestmark = pytest.mark.skipif(not hasattr(attention, "register_flash_attention_impl"),
+    reason="this torch has no such registry")  # fmt: skip
 
 ATEN = torch.ops.aten
 IN_PLACE = "_flash_attention_forward_no_dropout_inplace"
@@ -38,9 +37,6 @@ def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> lis
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
-# ---------------------------------------------------------------- the registry
-
-
 def test_nothing_is_active_until_it_is_asked_for() -> None:
     assert sdpa.register_flash_impl("cpu") in attention.list_flash_attention_impls()
     assert attention.current_flash_attention_impl() is None
@@ -48,8 +44,7 @@ def test_nothing_is_active_until_it_is_asked_for() -> None:
 
 
 def test_torchs_registry_activates_and_restores() -> None:
-    name = sdpa.register_flash_impl("cpu", name="mine")
-    q = tensors((1, 2, 5, 16))[0]
+    name, q = sdpa.register_flash_impl("cpu", name="mine"), tensors((1, 2, 5, 16))[0]
     right = functional.scaled_dot_product_attention(q, q, q, is_causal=True)
     attention.activate_flash_attention_impl(name)
     try:
@@ -115,13 +110,8 @@ def test_devices_that_are_none() -> None:
             sdpa.register_flash_impl("cuda")
 
 
-# ---------------------------------------------------------------- the operators
-
-
-def backward_by_lse(
-    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    seen: torch.Tensor, scale: float,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
+def backward_by_lse(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+        lse: torch.Tensor, seen: torch.Tensor, scale: float) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """The backward of FlashAttention's paper in float64, (B, H, S, D): of the output and the LSE that it is given."""
     grad, q, k, v, out, lse = (tensor.double() for tensor in (grad, q, k, v, out, lse))
     weights = torch.exp((q @ k.transpose(-1, -2) * scale).masked_fill(~seen, -math.inf) - lse[..., None])
@@ -137,8 +127,7 @@ def torchs_backward() -> Iterator[list[tuple[Any, ...]]]:
 
     def dense(grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *rest: Any, scale: Any = None) -> Any:
         got.append((lse, *rest))
-        causal = rest[5]
-        seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)
+        causal, seen = rest[5], torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)
         seen = seen.tril(k.shape[2] - q.shape[2]) if causal else seen
         found = backward_by_lse(grad, q, k, v, out, lse, seen, scale or q.shape[-1] ** -0.5)
         return tuple(one.to(q.dtype) for one in found)
@@ -159,15 +148,13 @@ def test_dense_forward_and_backward(rows, causal, dtype, torchs_backward):
     seen = seen.tril(5 - rows) if causal else seen
     leaves = [tensor.clone().requires_grad_() for tensor in given]
     with sdpa.flash_impl("cpu"):
-        out, lse, cum_q, cum_k, longest_q, longest_k, *state = ATEN._scaled_dot_product_flash_attention(
-            *leaves, 0.0, causal, scale=0.3
-        )
+        out, lse, cum_q, cum_k, longest_q, longest_k, *state = ATEN._scaled_dot_product_flash_attention(*leaves, 0.0,
+            causal, scale=0.3)  # fmt: skip
         assert path() == "portattn"
         found = torch.autograd.grad(out, leaves, gradient_of(out))
         assert path() == "torch"
     assert (cum_q, cum_k, longest_q, longest_k) == (None, None, rows, 5)
-    assert [tensor.numel() for tensor in state] == [2, 1, 0]
-    assert len(torchs_backward) == 1
+    assert ([tensor.numel() for tensor in state], len(torchs_backward)) == ([2, 1, 0], 1)
     results: list[list[torch.Tensor]] = []
     for kind in (dtype, torch.float64):
         inputs = [tensor.detach().to(kind).requires_grad_() for tensor in given]
@@ -183,10 +170,9 @@ def test_dense_forward_and_backward(rows, causal, dtype, torchs_backward):
     )
 
 
-@pytest.mark.parametrize(
-    "in_place",
-    [False, pytest.param(True, marks=pytest.mark.skipif(NO_IN_PLACE, reason=f"this torch has no {IN_PLACE}"))],
-)
+@pytest.mark.parametrize("in_place", [
+    False, pytest.param(True, marks=pytest.mark.skipif(NO_IN_PLACE, reason=f"this torch has no {IN_PLACE}"))
+])  # fmt: skip
 @pytest.mark.parametrize("window", [(None, None), (-1, -1), (2, 1)], ids=str)
 def test_packed_and_dense_forwards_are_portattns(window: tuple[int | None, int | None], in_place: bool) -> None:
     q, k, v = tensors((9, 4, 16), (12, 2, 16), (12, 2, 16))
@@ -242,16 +228,13 @@ def test_rows_without_keys_have_torchs_lse() -> None:
     torch.testing.assert_close(found, right)
 
 
-@pytest.mark.parametrize(
-    ("op", "given", "reason"),
-    [
-        ("dense", {"dropout_p": 0.5}, "dropout_p is 0.5"),
-        ("dense", {"return_debug_mask": True}, "return_debug_mask is True"),
-        ("any", {"alibi_slopes": torch.zeros(4)}, "alibi_slopes are given"),
-        ("any", {"block_table": torch.zeros(1, 1, dtype=torch.int32)}, "block_table is given"),
-        ("any", {"cum_seq_q": torch.tensor([0, 3], dtype=torch.int32)}, "only one of cum_seq_q and cum_seq_k"),
-    ],
-)
+@pytest.mark.parametrize(("op", "given", "reason"), [
+    ("dense", {"dropout_p": 0.5}, "dropout_p is 0.5"),
+    ("dense", {"return_debug_mask": True}, "return_debug_mask is True"),
+    ("any", {"alibi_slopes": torch.zeros(4)}, "alibi_slopes are given"),
+    ("any", {"block_table": torch.zeros(1, 1, dtype=torch.int32)}, "block_table is given"),
+    ("any", {"cum_seq_q": torch.tensor([0, 3], dtype=torch.int32)}, "only one of cum_seq_q and cum_seq_k"),
+])  # fmt: skip
 def test_what_is_not_taken_is_torchs_kernel_or_an_error_that_says_why(op: str, given: Any, reason: str) -> None:
     q = tensors((1, 3, 4, 16))[0]
     if op == "dense":
@@ -290,10 +273,8 @@ def test_compiled_programs_call_the_operators() -> None:
     """What was compiled before is served as well: the graph holds torch's operator."""
     torch._dynamo.reset()
     q = tensors((1, 2, 5, 16))[0].requires_grad_()
-    compiled = torch.compile(
-        lambda q: functional.scaled_dot_product_attention(q * 2, q, q, is_causal=True), backend="aot_eager",
-        fullgraph=True,
-    )  # fmt: skip
+    compiled = torch.compile(lambda q: functional.scaled_dot_product_attention(q * 2, q, q, is_causal=True),
+        backend="aot_eager", fullgraph=True)  # fmt: skip
     right = compiled(q)
     (of_q,) = torch.autograd.grad(right.square().sum(), q)
     assert path() == "none"

@@ -88,9 +88,6 @@ def quiet() -> Iterator[None]:
         yield
 
 
-# ---------------------------------------------------------------- compiled and recorded
-
-
 @pytest.mark.parametrize("dynamic", [False, True], ids=["fixed", "dynamic"])
 @pytest.mark.parametrize("name", CALLS)
 def test_a_compiled_call_is_one_node(name: str, dynamic: bool) -> None:
@@ -192,8 +189,7 @@ def test_a_compiled_call_that_is_torchs_has_torchs_operator_and_is_told(name: st
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_recorded_call_that_is_torchs_has_torchs_operators(name: str, recorder: str) -> None:
     call, tensors, reason = REFUSED[name]
-    recorded = RECORDERS[recorder](Model(call), tensors)
-    route = sdpa.last_route()
+    recorded, route = RECORDERS[recorder](Model(call), tensors), sdpa.last_route()
     assert route.path == "torch"
     assert reason in route.reason
     if isinstance(recorded, torch.fx.GraphModule):
@@ -266,9 +262,6 @@ def test_autocast_of_a_compiled_call() -> None:
     assert compiled.nodes == [OURS]
 
 
-# ---------------------------------------------------------------- the block
-
-
 @pytest.mark.parametrize("name", ["plain", "boolean mask", "GQA", "5-D"])
 def test_the_block_around_a_compiled_call(name: str) -> None:
     call, tensors = CALLS[name]
@@ -318,8 +311,7 @@ def test_models_of_torch_compiled_and_trained(kind: str, dynamic: bool) -> None:
     else:
         model = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
         program = lambda x: model(x, src_key_padding_mask=padding)  # noqa: E731
-    parameters = list(model.parameters())
-    right = program(x)
+    parameters, right = list(model.parameters()), program(x)
     right_grads = torch.autograd.grad(right.sin().sum(), parameters)
     with sdpa.replacement():
         compiled = Compiled(program, dynamic=dynamic)
@@ -362,17 +354,12 @@ def test_a_recorded_call_drops_anew_in_each_run_and_as_often_as_asked(recorder: 
 
 def test_what_dynamo_sees_whole_is_not_compiled_again_outside_of_the_block() -> None:
     """torch.nn.MultiheadAttention calls one function that dynamo does not look into: docs/integrations.md says so."""
-    model = torch.nn.MultiheadAttention(16, 2, batch_first=True)
-    x = torch.randn(2, 5, 16)
+    model, x = torch.nn.MultiheadAttention(16, 2, batch_first=True), torch.randn(2, 5, 16)
     with sdpa.replacement():
         compiled = Compiled(lambda x: model(x, x, x, need_weights=False)[0])
-        inside = compiled.run(x)
-        before = list(compiled.nodes)
+        inside, before = compiled.run(x), list(compiled.nodes)
     torch.testing.assert_close(compiled.run(x), inside)
     assert compiled.nodes == before
-
-
-# ---------------------------------------------------------------- transforms and other tensors
 
 
 def vjp_of_ones(f: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -23,9 +23,6 @@ Q, K = torch.randn(2, 4, 3, 8, generator=SEED), torch.randn(2, 4, 5, 8, generato
 ours = sdpa.scaled_dot_product_attention
 
 
-# ---------------------------------------------------------------- what is told
-
-
 def test_a_call_of_torchs_warns_once_a_cause() -> None:
     double = Q.double()
     with pytest.warns(portattn.FallbackWarning, match="runs on torch's own kernels, not portattn: query is torch.fl"):
@@ -38,14 +35,9 @@ def test_a_call_of_torchs_warns_once_a_cause() -> None:
     assert caught[0].filename == __file__
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"scale": torch.tensor(0.5)},
-        {"dropout_p": torch.tensor(0.0), "scale": 0.5},
-        {"is_causal": np.False_, "scale": 0.5},
-    ],
-)
+@pytest.mark.parametrize("given", [
+    {"scale": torch.tensor(0.5)}, {"dropout_p": torch.tensor(0.0), "scale": 0.5}, {"is_causal": np.False_, "scale": 0.5}
+])  # fmt: skip
 def test_numbers_of_other_types_are_read_as_attention_reads_them(given: dict[str, Any]) -> None:
     with portattn.settings(fallback="error"):
         torch.testing.assert_close(ours(Q, K, K, **given), imported_before(Q, K, K, scale=0.5))
@@ -97,9 +89,6 @@ def test_a_plan_that_is_told_is_the_one_that_runs() -> None:
     told = sdpa.route(Q, K, K, mask).plan
     ours(Q, K, K, mask)
     assert told == portattn.last_plan()
-
-
-# ---------------------------------------------------------------- the block
 
 
 def test_the_block_serves_torchs_name() -> None:
@@ -210,9 +199,8 @@ def test_checkpointing_computes_again_by_the_same_way() -> None:
     q = Q.clone().requires_grad_()
     (right,) = torch.autograd.grad(ours(q, K, K, is_causal=True).square().sum(), q)
     with sdpa.replacement(), set_checkpoint_early_stop(False):
-        out = checkpoint(
-            lambda q: functional.scaled_dot_product_attention(q, K, K, is_causal=True), q, use_reentrant=False
-        )
+        out = checkpoint(lambda q: functional.scaled_dot_product_attention(q, K, K, is_causal=True), q,
+            use_reentrant=False)  # fmt: skip
         sdpa_mapping.note(None)
         out.square().sum().backward()
     assert path() == "portattn"
@@ -235,9 +223,6 @@ def test_subclasses_know_themselves_what_sdpa_is() -> None:
     assert Loud.heard == 1
     assert type(out) is Loud
     assert sdpa.route(loud, K, K).reason == "query is a Loud, and portattn takes plain tensors"
-
-
-# ---------------------------------------------------------------- importing
 
 
 def test_importing_changes_nothing_of_torchs() -> None:

@@ -117,18 +117,13 @@ def test_masks(shape, kind, device, grad):
     assert path() == "portattn"
 
 
-@pytest.mark.parametrize(
-    ("query", "key", "shape", "gqa"),
-    [
-        ((3, 8), (5, 8), (3, 5), False), ((2, 3, 8), (2, 5, 8), (2, 1, 5), False),
-        ((2, 3, 4, 3, 8), (2, 3, 4, 5, 8), (3, 5), False), ((2, 3, 4, 3, 8), (2, 3, 4, 5, 8), (2, 1, 4, 3, 5), False),
-        ((2, 3, 4, 3, 8), (2, 3, 4, 5, 8), (3, 1, 3, 5), False),
-        ((2, 3, 4, 3, 8), (3, 1, 5, 8), (2, 3, 1, 1, 5), False),
-        ((2, 3, 4, 3, 8), (2, 3, 2, 5, 8), (2, 1, 4, 3, 5), True), ((2, 4, 3, 8), (2, 2, 5, 8), (2, 4, 3, 5), True),
-        ((3, 8), (2, 4, 5, 8), (2, 1, 3, 5), False),
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize(("query", "key", "shape", "gqa"), [
+    ((3, 8), (5, 8), (3, 5), False), ((2, 3, 8), (2, 5, 8), (2, 1, 5), False),
+    ((2, 3, 4, 3, 8), (2, 3, 4, 5, 8), (3, 5), False), ((2, 3, 4, 3, 8), (2, 3, 4, 5, 8), (2, 1, 4, 3, 5), False),
+    ((2, 3, 4, 3, 8), (2, 3, 4, 5, 8), (3, 1, 3, 5), False), ((2, 3, 4, 3, 8), (3, 1, 5, 8), (2, 3, 1, 1, 5), False),
+    ((2, 3, 4, 3, 8), (2, 3, 2, 5, 8), (2, 1, 4, 3, 5), True), ((2, 4, 3, 8), (2, 2, 5, 8), (2, 4, 3, 5), True),
+    ((3, 8), (2, 4, 5, 8), (2, 1, 3, 5), False),
+], ids=str)  # fmt: skip
 @pytest.mark.parametrize("kind", ["bool", "float"])
 def test_masks_of_other_dimensions(query, key, shape, gqa, kind):
     mask = torch.randn(shape, generator=torch.Generator().manual_seed(1))
@@ -174,9 +169,8 @@ def test_scales(scale):
 
 
 @pytest.mark.filterwarnings("ignore::portattn.FallbackWarning")
-@pytest.mark.parametrize(
-    "options", [{"scale": torch.nan}, {"scale": torch.inf}, {"dropout_p": 1.0}, {"dropout_p": 1}], ids=str
-)
+@pytest.mark.parametrize("options", [{"scale": torch.nan}, {"scale": torch.inf}, {"dropout_p": 1.0}, {"dropout_p": 1}],
+    ids=str)  # fmt: skip
 def test_numbers_that_torch_runs(options):
     given = [tensor.detach() for tensor in tensors((2, 4, 3, 8), (2, 4, 5, 8), (2, 4, 5, 8))]
     torch.testing.assert_close(ours(*given, **options), theirs(*given, **options), equal_nan=True)
@@ -192,9 +186,8 @@ def test_a_mask_beside_is_causal_is_torchs():
     if Version(torch.__version__).release >= (2, 14):
         raising.append(given)
     else:
-        torch.testing.assert_close(
-            ours(*given, attn_mask=mask, is_causal=True), theirs(*given, attn_mask=mask, is_causal=True)
-        )
+        torch.testing.assert_close(ours(*given, attn_mask=mask, is_causal=True),
+            theirs(*given, attn_mask=mask, is_causal=True))  # fmt: skip
         assert path() == "torch"
     for tensors_ in raising:
         for function in (theirs, ours):

@@ -60,8 +60,7 @@ def off(ours, eager):
 def test_the_same_curve_with_both_attentions(mode, tmp_path):
     found = trained(tmp_path, mode)
     ours, eager = found["portattn"], found["eager"]
-    assert off(ours, eager) == []
-    assert len(ours["losses"]) == STEPS
+    assert (off(ours, eager), len(ours["losses"])) == ([], STEPS)
     assert set(ours["gradient_norms"]) == {"q_proj", "k_proj", "v_proj"}
     assert min(min(norms) for norms in eager["gradient_norms"].values()) > 1e-4  # a gradient of zero proves nothing
     assert eager["losses"][-1] < eager["losses"][0] - 0.1  # it learns
@@ -99,11 +98,8 @@ def test_a_gradient_that_is_a_thousandth_too_large_is_seen(mode, place, tmp_path
 
 @pytest.mark.parametrize(("mode", "argument"), [("padded", "leftpad_k"), ("plain", "causal")])
 def test_a_mask_that_is_lost_is_seen(mode, argument, tmp_path, monkeypatch):
-    right = integration.ops.attention
-    lost = {"leftpad_k": None, "causal": False}
-    monkeypatch.setattr(
-        integration.ops, "attention", lambda *t, **options: right(*t, **options | {argument: lost[argument]})
-    )
+    right, lost = integration.ops.attention, {argument: {"leftpad_k": None, "causal": False}[argument]}
+    monkeypatch.setattr(integration.ops, "attention", lambda *tensors, **options: right(*tensors, **options | lost))
     found = trained(tmp_path, mode)
     assert "losses" in off(found["portattn"], found["eager"])
 
@@ -140,16 +136,13 @@ def test_labels_of_padded_and_packed_batches_are_predictable():
     assert int((packed["position_ids"] == 0).sum()) == 6
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--steps", "0"], "--steps is 0, but must be at least 1"),
-        (["--length", "9"], "--length is 9, but must be more than 9"),
-        (["--device", "cuda:97"], "--device is cuda:97, on which torch has no tensors"),
-        (["--json", "/nowhere/at/all.json"], "but there is no folder /nowhere/at"),
-        (["--mode", "backwards"], "invalid choice: 'backwards'"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "said"), [
+    (["--steps", "0"], "--steps is 0, but must be at least 1"),
+    (["--length", "9"], "--length is 9, but must be more than 9"),
+    (["--device", "cuda:97"], "--device is cuda:97, on which torch has no tensors"),
+    (["--json", "/nowhere/at/all.json"], "but there is no folder /nowhere/at"),
+    (["--mode", "backwards"], "invalid choice: 'backwards'"),
+])  # fmt: skip
 def test_bad_arguments(arguments, said, capsys):
     with pytest.raises(SystemExit) as end:
         example.main(arguments)
@@ -186,10 +179,8 @@ def test_without_transformers_the_example_says_how_to_install_it(tmp_path):
     """In a process that cannot import it."""
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['transformers'] = None\n", encoding="utf-8")
     places = os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "train_llama.py"), "--steps", "1"],
-        env={**os.environ, "PYTHONPATH": places}, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    done = subprocess.run([sys.executable, str(ROOT / "examples" / "train_llama.py"), "--steps", "1"],
+        env={**os.environ, "PYTHONPATH": places}, capture_output=True, text=True, timeout=120, check=False)  # fmt: skip
     assert done.returncode == 1
     assert "needs transformers, which is not installed: pip install" in done.stderr
     assert len(done.stderr.splitlines()) == 1

@@ -3,14 +3,7 @@ position biases, packed rows. Each against `eager`, and each shown to matter."""
 
 import pytest
 import torch
-
-import portattn
-
-pytestmark = pytest.mark.transformers
-pytest.importorskip("transformers", reason="the transformers package is not installed")
-
-import transformers  # noqa: E402
-from tiny_models import (  # noqa: E402
+from tiny_models import (
     BATCH,
     CACHES,
     LENGTH,
@@ -26,14 +19,15 @@ from tiny_models import (  # noqa: E402
     plant,
     positions,
     tokens,
+    transformers,
     using,
 )
-from transformers import masking_utils as hf  # noqa: E402
+from transformers import masking_utils as hf
 
-from portattn.integrations import transformers_mask  # noqa: E402
+import portattn
+from portattn.integrations import transformers_mask
 
-# ---------------------------------------------------------------- windows, caps, sinks
-
+pytestmark = pytest.mark.transformers
 
 PLANTS = {
     "no window": {"window": None}, "a window one too wide": {"window": (WINDOW, None)},
@@ -41,13 +35,10 @@ PLANTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("family", "error"),
-    [
-        *[("Mistral", error) for error in PLANTS if "window" in error], ("Gemma2", "no window"), ("Gemma2", "no cap"),
-        ("Gemma3", "no window"), ("GptOss", "no window"), ("GptOss", "no sinks"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("family", "error"), [
+    *[("Mistral", error) for error in PLANTS if "window" in error], ("Gemma2", "no window"), ("Gemma2", "no cap"),
+    ("Gemma3", "no window"), ("GptOss", "no window"), ("GptOss", "no sinks"),
+])  # fmt: skip
 @torch.no_grad()
 def test_planted_errors_show(models, family, error, monkeypatch):
     """In a dense forward, and in decoding over a cache that drops nothing."""
@@ -118,9 +109,6 @@ def test_sinks_of_another_dtype(dtype):
     assert difference(ours.float(), eager.float(), None) < (TOLERANCE if dtype == torch.float32 else 1.0)
 
 
-# ---------------------------------------------------------------- chunks (Llama 4), which are not windows
-
-
 @pytest.mark.parametrize("name", ["none", "left", "both"])
 @torch.no_grad()
 def test_chunked_attention(name, monkeypatch):
@@ -136,9 +124,6 @@ def test_chunked_attention(name, monkeypatch):
         assert difference(model(ids, **arguments).logits, eager, mask) > PLANTED
 
 
-# ---------------------------------------------------------------- masks with holes
-
-
 def holes():
     mask = torch.ones(BATCH, LENGTH, dtype=torch.long)
     mask[1, 5] = 0
@@ -152,8 +137,7 @@ def test_a_mask_with_holes(models, family, monkeypatch):
     model, mask = models[family], holes()
     eager = model(tokens(), attention_mask=mask).logits
     with using(model, "portattn"):
-        ours = model(tokens(), attention_mask=mask).logits
-        plan = portattn.last_plan()
+        ours, plan = model(tokens(), attention_mask=mask).logits, portattn.last_plan()
         plant(monkeypatch, mask=None)
         planted = model(tokens(), attention_mask=mask).logits
     assert difference(ours, eager, mask) < TOLERANCE
@@ -198,9 +182,6 @@ def test_generating_from_a_prompt_with_holes(models, options):
     assert portattn.last_plan().problem.mask
 
 
-# ---------------------------------------------------------------- masks of one's own, overlays
-
-
 def own_mask():
     """Causal, but for a prefix that sees itself, and with some keys taken out."""
     i, j = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)
@@ -221,8 +202,7 @@ def test_a_mask_of_one_s_own(models, family, kind):
     plain = model(tokens()).logits
     with using(model, "portattn"):
         ours = model(tokens(), attention_mask=seen if kind == "bool" else added).logits
-        problem = portattn.last_plan().problem
-        cache = CACHES["caching all"](model)
+        problem, cache = portattn.last_plan().problem, CACHES["caching all"](model)
         model(tokens()[:, :-1], attention_mask=added[..., :-1, :-1], past_key_values=cache)
         step = model(tokens()[:, -1:], attention_mask=added[..., -1:, :], past_key_values=cache).logits
     assert difference(ours, eager, None) < TOLERANCE
@@ -260,9 +240,6 @@ def test_overlays(models, family, overlay, name):
     with using(model, "portattn"):
         assert difference(logits(**OVERLAYS[overlay]), eager, mask) < TOLERANCE
         assert difference(logits(), eager, mask) > PLANTED
-
-
-# ---------------------------------------------------------------- encoders, cross-attention, position biases
 
 
 ENCODER = {k: v for k, v in SIZES.items() if k not in ("num_key_value_heads", "head_dim")}
@@ -359,9 +336,6 @@ def test_generating_with_position_biases(t5, options):
     assert len(set(eager.flatten().tolist())) > 4
 
 
-# ---------------------------------------------------------------- packed rows
-
-
 LENGTHS = [(5, 6), (11,), (2, 1, 8)]
 PACKED = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in LENGTHS])
 BEGINS = torch.tensor([0, 5, 11, 22, 24, 25, 33])
@@ -377,8 +351,7 @@ def test_packed_rows(models, family, how):
     if how != "position_ids":
         given |= {"cu_seq_lens_q": BEGINS, "cu_seq_lens_k": BEGINS, "max_length_q": 11, "max_length_k": 11}
     with using(model, "portattn"):
-        ours = model(ids, **given).logits
-        problem = portattn.last_plan().problem
+        ours, problem = model(ids, **given).logits, portattn.last_plan().problem
         if how == "cu_seq_lens":
             whole = model(ids, position_ids=PACKED).logits
             assert difference(whole, ours, None) > PLANTED  # a cache hides from transformers that rows are packed

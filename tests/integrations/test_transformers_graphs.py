@@ -7,32 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import BATCH, LENGTH, TOLERANCE, VOCABULARY, WINDOW, build, difference, padding, plant, tokens, using
+from tiny_models import transformers as transformers
+from transformers import AttentionInterface
+from transformers import masking_utils as hf
 
 import portattn
 from portattn.api import ops
+from portattn.integrations.transformers_mask import compact_mask
 
 pytestmark = pytest.mark.transformers
-pytest.importorskip("transformers", reason="the transformers package is not installed")
-
-import transformers  # noqa: E402
-from tiny_models import (  # noqa: E402
-    BATCH,
-    LENGTH,
-    TOLERANCE,
-    VOCABULARY,
-    WINDOW,
-    build,
-    difference,
-    padding,
-    plant,
-    tokens,
-    using,
-)
-from transformers import AttentionInterface  # noqa: E402
-from transformers import masking_utils as hf  # noqa: E402
-
-from portattn.integrations.transformers_mask import compact_mask  # noqa: E402
-
 SMALL = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "initializer_range": 0.4,
@@ -52,11 +36,9 @@ def compiled(model: Any) -> Any:
     return torch.compile(model, fullgraph=True, backend="eager", dynamic=False)
 
 
-# ---------------------------------------------------------------- torch.compile
-@pytest.mark.parametrize(
-    ("family", "name"),
-    [("Llama", "none"), ("Llama", "both"), ("Mistral", "left"), ("Gemma2", "left"), ("GptOss", "none")],
-)
+@pytest.mark.parametrize(("family", "name"), [
+    ("Llama", "none"), ("Llama", "both"), ("Mistral", "left"), ("Gemma2", "left"), ("GptOss", "none")
+])  # fmt: skip
 @torch.no_grad()
 def test_a_compiled_forward(models: dict[str, Any], family: str, name: str) -> None:
     """Windows, caps and sinks; with a cache, and without, where transformers looks for packed rows."""
@@ -160,12 +142,10 @@ def test_masks_are_read_in_a_graph_as_outside(name: str) -> None:
         assert torch.equal(out.bool(), hf.sdpa_mask(1, 12, 12, mask_function=function, allow_is_causal_skip=False))
 
 
-# ---------------------------------------------------------------- generate()
 @pytest.mark.parametrize(("family", "name"), [("Llama", "none"), ("Llama", "left"), ("Mistral", "left")])
 @torch.no_grad()
-def test_generate_with_a_static_cache_and_a_compiled_forward(
-    models: dict[str, Any], family: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_generate_with_a_static_cache_and_a_compiled_forward(models: dict[str, Any], family: str, name: str,
+        monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     """The tokens of `sdpa`, by no more graphs."""
     model = models[family]
     arguments: dict[str, Any] = {
@@ -190,7 +170,6 @@ def test_generate_with_a_static_cache_and_a_compiled_forward(
     assert 1 <= graphs["portattn"] <= graphs["sdpa"]
 
 
-# ---------------------------------------------------------------- torch.export
 def exported(model: Any, strict: bool, lengths: dict[str, Any], **given: Any) -> Any:
     shapes = {name: lengths.get(name) for name in given}
     with torch.no_grad():
@@ -200,10 +179,9 @@ def exported(model: Any, strict: bool, lengths: dict[str, Any], **given: Any) ->
     return program.module()
 
 
-@pytest.mark.parametrize(
-    ("family", "name", "strict"),
-    [("Llama", "none", False), ("Llama", "left", True), ("Mistral", "none", True), ("Mistral", "left", False)],
-)
+@pytest.mark.parametrize(("family", "name", "strict"), [
+    ("Llama", "none", False), ("Llama", "left", True), ("Mistral", "none", True), ("Mistral", "left", False)
+])  # fmt: skip
 @torch.no_grad()
 def test_an_exported_model(models: dict[str, Any], family: str, name: str, strict: bool) -> None:
     """Of other batches and lengths than it was exported with."""
@@ -229,26 +207,21 @@ def test_an_exported_vision_model(strict: bool) -> None:
     torch.manual_seed(0)
     model = transformers.ViTModel(transformers.ViTConfig(image_size=16, patch_size=4, **SMALL)).eval()
     model.set_attn_implementation("portattn")
-    program = exported(
-        model, strict, {"pixel_values": {0: torch.export.Dim.DYNAMIC}}, pixel_values=torch.randn(2, 3, 16, 16)
-    )
+    program = exported(model, strict, {"pixel_values": {0: torch.export.Dim.DYNAMIC}},
+        pixel_values=torch.randn(2, 3, 16, 16))  # fmt: skip
     images = torch.randn(5, 3, 16, 16)
     model.set_attn_implementation("eager")
     assert difference(program(pixel_values=images).last_hidden_state, model(images).last_hidden_state, None) < TOLERANCE
 
 
-# ---------------------------------------------------------------- the same for all layers
 @torch.no_grad()
-def test_what_is_the_same_for_all_layers_is_put_together_once(
-    models: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_the_same_for_all_layers_is_put_together_once(models: dict[str, Any],
+        monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     from portattn.integrations.transformers_mask import CompactMask
 
-    lengths = []
-    real = ops.attention
+    lengths, real = [], ops.attention
     monkeypatch.setattr(ops, "attention", lambda *a, **k: lengths.append(k["seqlens_k"]) or real(*a, **k))
-    asked = []
-    written = CompactMask.written.fget
+    asked, written = [], CompactMask.written.fget
     monkeypatch.setattr(CompactMask, "written", property(lambda mask: asked.append(mask) or written(mask)))
     with using(models["Llama"], "portattn") as model:
         model(tokens(), attention_mask=padding("left"))
@@ -271,16 +244,10 @@ def generate(model: Any, **settings: Any) -> list[list[int]]:
     of_page = {"page_size", "block_size"} & inspect.signature(transformers.ContinuousBatchingConfig).parameters.keys()
     sizes = {"num_blocks": 48, "max_batch_tokens": 12, max(of_page): 4}  # block_size is the name up to 5.17
     config = transformers.ContinuousBatchingConfig(**{**sizes, **settings})
-    found = model.generate_batch(
-        prompts(),
-        generation_config=transformers.GenerationConfig(
-            max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0
-        ),
-        continuous_batching_config=config,
-        progress_bar=False,
-    )
-    assert len(found) == len(LENGTHS)
-    assert [one.error for one in found.values()] == [None] * len(LENGTHS)
+    found = model.generate_batch(prompts(), generation_config=transformers.GenerationConfig(max_new_tokens=NEW,
+        do_sample=False, eos_token_id=-1, pad_token_id=0), continuous_batching_config=config,
+        progress_bar=False)  # fmt: skip
+    assert (len(found), [one.error for one in found.values()]) == (len(LENGTHS), [None] * len(LENGTHS))
     order = {tuple(one.prompt_ids): one.generated_tokens for one in found.values()}
     return [order[tuple(prompt)] for prompt in prompts()]
 
@@ -321,9 +288,8 @@ def test_windows_caps_and_sinks(models: dict[str, Any], family: str, monkeypatch
 
 @pytest.mark.parametrize(("family", "error"), [("Mistral", {"window": None}), ("Llama", {"causal": False})])
 @torch.no_grad()
-def test_planted_errors_show(
-    models: dict[str, Any], family: str, error: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_planted_errors_show(models: dict[str, Any], family: str, error: dict[str, Any],
+        monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     with using(models[family], "portattn") as model:
         right = generate(model)
         plant(monkeypatch, **error)
@@ -353,8 +319,7 @@ def test_the_cache_of_a_forward_that_is_run_again_is_looked_up_again() -> None:
     of_first, of_second = (_Group(0, "full_attention", begins, 4, None) for begins in (True, False))
     positions = torch.tensor([8, 9, 10, 11, 20, 32])
     first = _pages_of(cache, of_first, positions, begin, 5)
-    assert first.table.tolist() == [[2, 5], [8, 8]]
-    assert first.lengths.tolist() == [5, 1]
+    assert (first.table.tolist(), first.lengths.tolist()) == ([[2, 5], [8, 8]], [5, 1])
     positions += 4
     assert _pages_of(cache, of_second, positions, begin, 5) is first
     assert _pages_of(cache, of_first, positions, begin, 5).table.tolist() == [[3, 6], [9, 9]]
@@ -375,12 +340,10 @@ def test_what_a_batch_cannot_have_is_refused(models: dict[str, Any]) -> None:
         "max_length_k": {"full_attention": 5},
     }  # fmt: skip
     written = compact_mask(1, 5, 5, mask_function=lambda b, h, q, kv: kv != 2)
-    for changed, message in (
-        ({"block_table": torch.zeros(1, 1, 1)}, "block_table .* is for FlashAttention alone"),
-        ({"dropout": 0.5}, "cache is 'Cache', but continuous batching has no biases or dropout"),
-        ({"cu_seq_lens_k": None}, "cu_seq_lens_k .* gives beginnings of queries and keys"),
-        ({"attention_mask": written}, "attention_mask .* is causal and has no mask functions"),
-    ):
+    for changed, message in (({"block_table": torch.zeros(1, 1, 1)}, "block_table .* is for FlashAttention alone"),
+            ({"dropout": 0.5}, "cache is 'Cache', but continuous batching has no biases or dropout"),
+            ({"cu_seq_lens_k": None}, "cu_seq_lens_k .* gives beginnings of queries and keys"),
+            ({"attention_mask": written}, "attention_mask .* is causal and has no mask functions")):  # fmt: skip
         arguments = {**batch, "attention_mask": mask, **changed}
         with pytest.raises(portattn.ArgumentError, match=message):
             forward(layer, q, kv, kv, arguments.pop("attention_mask"), **arguments)

@@ -5,27 +5,21 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import BATCH, LENGTH, TOLERANCE, build, difference, padding, tokens, using
+from transformers import AttentionInterface
+from transformers import masking_utils as hf
 
 import portattn
 from portattn.config import Settings
+from portattn.integrations import transformers_mask
+from portattn.integrations.transformers_mask import CompactMask, compact_mask
 
 pytestmark = pytest.mark.transformers
-pytest.importorskip("transformers", reason="the transformers package is not installed")
-
-from tiny_models import BATCH, LENGTH, TOLERANCE, build, difference, padding, tokens, using  # noqa: E402
-from transformers import AttentionInterface  # noqa: E402
-from transformers import masking_utils as hf  # noqa: E402
-
-from portattn.integrations import transformers_mask  # noqa: E402
-from portattn.integrations.transformers_mask import CompactMask, compact_mask  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
 def no_holes_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers_mask, "_with_holes", set())
-
-
-# ---------------------------------------------------------------- what they say
 
 
 def allowed(mask: CompactMask) -> torch.Tensor:
@@ -94,8 +88,7 @@ def test_they_say_what_the_boolean_mask_says(pattern: str, validate: str) -> Non
         if not decoder:
             past, kv_offset, spare = 0, 0, spare if pattern == "bidirectional" else 0  # spare: cross-attention
         stop = past + q_length
-        kv_length = stop - kv_offset + spare
-        valid = torch.zeros(BATCH, stop + spare, dtype=torch.bool)
+        kv_length, valid = stop - kv_offset + spare, torch.zeros(BATCH, stop + spare, dtype=torch.bool)
         for row in range(BATCH):
             first, end = torch.randint(0, stop + spare + 1, (2,), generator=generator).sort().values.tolist()
             valid[row, first : max(end, past + 1)] = True
@@ -103,9 +96,8 @@ def test_they_say_what_the_boolean_mask_says(pattern: str, validate: str) -> Non
             valid &= torch.rand(valid.shape, generator=generator) < 0.8
         given = None if trial % 3 == 2 else valid
         offset = torch.tensor(past) if spare and decoder else past
-        expected = hf.sdpa_mask(
-            BATCH, q_length, kv_length, past, kv_offset, function, given, allow_is_causal_skip=False
-        ).expand(BATCH, 1, q_length, kv_length)[:, 0]
+        expected = hf.sdpa_mask(BATCH, q_length, kv_length, past, kv_offset, function, given,
+            allow_is_causal_skip=False).expand(BATCH, 1, q_length, kv_length)[:, 0]  # fmt: skip
         if validate == "never, holes seen":
             transformers_mask._with_holes.add(id(None))
         with portattn.settings(validate=validate.split(",")[0]):
@@ -142,8 +134,7 @@ def test_packed_rows(inner: str, early: bool) -> None:
     assert (mask.packed is not None) == whole
     if whole:
         begins, longest, *keys = mask.sequences()
-        assert (begins.tolist(), longest) == ([0, 6, 9, 11, 20, 22], 9)
-        assert keys == [begins, longest]
+        assert (begins.tolist(), longest, keys) == ([0, 6, 9, 11, 20, 22], 9, [begins, longest])
 
 
 @pytest.mark.parametrize("validate", ["always", "never"])
@@ -173,10 +164,8 @@ def test_what_hides_nothing_is_not_said() -> None:
     chunked = compact_mask(BATCH, 13, 13, mask_function=pattern)
     assert (chunked.written_out, chunked.chunk, chunked.causal) == (False, 12, True)
     assert compact_mask(BATCH, 1, 12, q_offset=12, kv_offset=1, mask_function=pattern).written_out
-    windows = [
-        compact_mask(BATCH, length, length, mask_function=hf.sliding_window_causal_mask_function(12)).window
-        for length in (12, 13)
-    ]
+    windows = [compact_mask(BATCH, length, length, mask_function=hf.sliding_window_causal_mask_function(12)).window
+        for length in (12, 13)]  # fmt: skip
     assert windows == [None, (11, None)]
     # A cache that drops what the window hides hands over 12 keys and one query: nothing is left to hide.
     late = hf.sliding_window_causal_mask_function(12)
@@ -185,9 +174,6 @@ def test_what_hides_nothing_is_not_said() -> None:
     both = hf.sliding_window_bidirectional_mask_function(11)
     assert compact_mask(BATCH, 12, 12, mask_function=both).window is None
     assert compact_mask(BATCH, 13, 13, mask_function=both).window == (11, 11)
-
-
-# ---------------------------------------------------------------- when they are read back
 
 
 def test_a_decoding_step_reads_nothing_back() -> None:
@@ -269,9 +255,6 @@ def test_a_model_that_computes_with_its_mask_must_not_go_on() -> None:
             compute()
 
 
-# ---------------------------------------------------------------- refusals
-
-
 REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"attention_mask": torch.ones(BATCH, 1, LENGTH, LENGTH - 1, dtype=torch.bool)},
      r"shape is \(3, 1, 11, 10\), but must broadcast to this layer's scores, \(3, 4, 11, 11\).*'eager'"),
@@ -296,8 +279,7 @@ def test_refusals(models: dict[str, Any], case: tuple[Any, ...]) -> None:
 
 
 def test_packed_sequences_with_a_bias_need_position_ids() -> None:
-    layer = build("Llama").model.layers[0].self_attn
-    forward = AttentionInterface()["portattn"]
+    layer, forward = build("Llama").model.layers[0].self_attn, AttentionInterface()["portattn"]
     q, kv, bias = torch.randn(1, 4, 9, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 4, 9, 9)
     packed = {"cu_seq_lens_q": torch.tensor([0, 5, 9]), "cu_seq_lens_k": torch.tensor([0, 5, 9])}
     whole = compact_mask(1, 9, 9)
@@ -310,14 +292,12 @@ def test_packed_sequences_with_a_bias_need_position_ids() -> None:
 
 
 def test_a_layer_without_a_mask_or_with_another_raises(models: dict[str, Any]) -> None:
-    layer = models["Llama"].model.layers[0].self_attn
-    forward = AttentionInterface()["portattn"]
+    layer, forward = models["Llama"].model.layers[0].self_attn, AttentionInterface()["portattn"]
     q, kv = torch.randn(BATCH, 4, 5, 8), torch.randn(BATCH, 2, 5, 8)
     with pytest.raises(portattn.ArgumentError, match="does not make its masks through AttentionMaskInterface"):
         forward(layer, q, kv, kv, None)
-    with pytest.raises(
-        portattn.ArgumentError, match=r"made for \(3, 1, 5, 6\)', but this layer's scores are \(3, 1, 5, 5\)"
-    ):
+    with pytest.raises(portattn.ArgumentError,
+            match=r"made for \(3, 1, 5, 6\)', but this layer's scores are \(3, 1, 5, 5\)"):  # fmt: skip
         forward(layer, q, kv, kv, compact_mask(BATCH, 5, 6, 1))
     whole = compact_mask(BATCH, 5, 5)
     with pytest.raises(portattn.ArgumentError, match=r"sliding_window is 4, but this layer's mask was made without it"):

@@ -7,14 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-
-import portattn
-from portattn.api import ops
-
-pytestmark = pytest.mark.transformers
-pytest.importorskip("transformers", reason="the transformers package is not installed")
-
-from tiny_models import (  # noqa: E402
+from tiny_models import (
     BATCH,
     CACHES,
     FAMILIES,
@@ -32,10 +25,12 @@ from tiny_models import (  # noqa: E402
     using,
 )
 
-from portattn.integrations import transformers_mask  # noqa: E402
-from portattn.integrations.transformers import register  # noqa: E402
+import portattn
+from portattn.api import ops
+from portattn.integrations import transformers_mask
+from portattn.integrations.transformers import register
 
-# ---------------------------------------------------------------- logits
+pytestmark = pytest.mark.transformers
 
 
 @pytest.mark.parametrize("validate", ["always", "never"])
@@ -55,16 +50,13 @@ def test_logits_of_a_dense_forward(models, family, name, validate):
     assert plan.problem.padded == (name != "none" and (name != "ones" or validate == "never"))
 
 
-@pytest.mark.parametrize(
-    "plant",
-    [{"leftpad_k": None, "leftpad_q": None}, {"causal": False}, {"scale": 1.0}, {"seqlens_k": None}],
-    ids=lambda plant: next(iter(plant)),
-)
+@pytest.mark.parametrize("plant", [
+    {"leftpad_k": None, "leftpad_q": None}, {"causal": False}, {"scale": 1.0}, {"seqlens_k": None}
+], ids=lambda plant: next(iter(plant)))  # fmt: skip
 @torch.no_grad()
 def test_planted_errors_show_in_a_dense_forward(models, plant, monkeypatch):
     model, ids, mask = models["Llama"], tokens(), padding("both")
-    eager = model(ids, attention_mask=mask).logits
-    real = ops.attention
+    eager, real = model(ids, attention_mask=mask).logits, ops.attention
     monkeypatch.setattr(ops, "attention", lambda *args, **kwargs: real(*args, **{**kwargs, **plant}))
     with using(model, "portattn"):
         try:
@@ -77,8 +69,7 @@ def test_planted_errors_show_in_a_dense_forward(models, plant, monkeypatch):
 
 @torch.no_grad()
 def test_lengths_are_computed_once_a_forward(models, monkeypatch):
-    seen = []
-    real = transformers_mask._runs
+    seen, real = [], transformers_mask._runs
     monkeypatch.setattr(transformers_mask, "_runs", lambda mask: seen.append(mask.shape) or real(mask))
     model = models["Llama"]
     assert model.config.num_hidden_layers == 2
@@ -89,8 +80,7 @@ def test_lengths_are_computed_once_a_forward(models, monkeypatch):
 
 @torch.no_grad()
 def test_bfloat16_keeps_its_dtype():
-    model = build("Llama").to(torch.bfloat16)
-    mask = padding("left")
+    model, mask = build("Llama").to(torch.bfloat16), padding("left")
     eager = model(tokens(), attention_mask=mask).logits
     with using(model, "portattn"):
         ours = model(tokens(), attention_mask=mask).logits
@@ -100,7 +90,6 @@ def test_bfloat16_keeps_its_dtype():
     assert difference(ours.float(), exact, mask) <= 2 * difference(eager.float(), exact, mask)
 
 
-# ---------------------------------------------------------------- caches
 @pytest.mark.parametrize("validate", ["always", "never"])
 @pytest.mark.parametrize("name", ["none", "left"])
 @pytest.mark.parametrize("cache", CACHES)
@@ -185,7 +174,6 @@ def test_left_padding_changes_no_tokens(models):
     assert torch.equal(batch[0, LENGTH:], alone[0, LENGTH - 4 :])
 
 
-# ---------------------------------------------------------------- compiling, kernels
 @torch.no_grad()
 def test_a_compiled_model_steps_around_the_call():
     model, mask = build("Llama", num_hidden_layers=1), padding("left")
@@ -281,8 +269,7 @@ def test_a_decoding_step_that_is_differentiated(models, chunks):
 
     eager = gradient()
     with using(model, "portattn"):
-        ours = gradient()
-        asked = portattn.last_plan().problem
+        ours, asked = gradient(), portattn.last_plan().problem
         with torch.no_grad():
             in_chunks(model, ids, mask, CACHES["dynamic"](model), chunks)
     model.zero_grad()

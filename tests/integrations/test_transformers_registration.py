@@ -11,27 +11,14 @@ from typing import Any
 import pytest
 import torch
 from places import DOCS
+from tiny_models import LENGTH, SIZES, VOCABULARY, build, padding, tokens, transformers, using
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.generation.continuous_batching import ContinuousBatchingManager
 
 import portattn
+from portattn.integrations.transformers import goes_through_interface, register
 
 pytestmark = pytest.mark.transformers
-pytest.importorskip("transformers", reason="the transformers package is not installed")
-
-import transformers  # noqa: E402
-from tiny_models import LENGTH, SIZES, VOCABULARY, build, padding, tokens, using  # noqa: E402  # noqa: E402
-from transformers import (  # noqa: E402
-    AttentionInterface,
-    AttentionMaskInterface,
-    PreTrainedModel,
-)
-from transformers.generation.continuous_batching import ContinuousBatchingManager  # noqa: E402
-
-from portattn.integrations.transformers import (  # noqa: E402
-    goes_through_interface,
-    register,
-)
-
-# ---------------------------------------------------------------- registering
 
 
 def test_register_twice_is_once(registration):
@@ -39,9 +26,8 @@ def test_register_twice_is_once(registration):
     assert register("portattn", backend=None) is registration
     with pytest.raises(portattn.ArgumentError, match="'portattn' is registered with None: remove"):
         register(backend="reference")
-    with pytest.raises(
-        portattn.ArgumentError, match="backend is 'tritton', but must be one of auto, vendor, reference"
-    ):
+    with pytest.raises(portattn.ArgumentError,
+            match="backend is 'tritton', but must be one of auto, vendor, reference"):  # fmt: skip
         register("portattn_misspelt", backend="tritton")
 
 
@@ -79,8 +65,7 @@ def test_names_that_transformers_reads_otherwise_are_refused(name):
 
 @torch.no_grad()
 def test_a_backend_is_handed_to_every_call(models):
-    handle = register("portattn_reference", backend="reference")
-    taken = []
+    handle, taken = register("portattn_reference", backend="reference"), []
     try:
         with using(models["Llama"], "portattn_reference") as model:
             for length in (LENGTH, 1):
@@ -97,25 +82,20 @@ def run_python(code):
 
 
 def test_importing_registers_nothing_and_refuses_an_old_transformers():
-    out = run_python(
-        "import importlib, transformers\n" "import portattn.integrations.transformers as integration\n"
+    out = run_python("import importlib, transformers\n" "import portattn.integrations.transformers as integration\n"
         "interfaces = transformers.AttentionInterface(), transformers.AttentionMaskInterface()\n"
         "print([name for interface in interfaces for name in interface if 'portattn' in name])\n"
         "transformers.__version__ = '5.99.0'\n" "importlib.reload(integration)\n"
         "transformers.masking_utils.sdpa_mask = lambda batch_size, kv_length, **named: None\n"
-        "transformers.__version__ = '6.0.1'\n" "importlib.reload(integration)"
-    )  # fmt: skip
+        "transformers.__version__ = '6.0.1'\n" "importlib.reload(integration)")  # fmt: skip
     assert "[]" in out.splitlines()
     assert out.count("UserWarning: portattn was tested with transformers 5.4 to 5.23, and this is 5.99.0: its") == 1
     assert "ImportError: transformers 6.0.1: sdpa_mask has no parameter 'q_length'; sdpa_" in out.splitlines()[-1]
 
 
 def test_importing_without_transformers_says_so():
-    out = run_python(
-        "import sys; sys.modules['transformers'] = None\n"
-        "import portattn.integrations\n"
-        "import portattn.integrations.transformers"
-    )
+    out = run_python("import sys; sys.modules['transformers'] = None\n" "import portattn.integrations\n"
+        "import portattn.integrations.transformers")  # fmt: skip
     assert "ImportError: portattn.integrations.transformers needs transformers, which is not installed" in out
     assert "pip install -e '.[transformers]' in the checkout" in out
 
@@ -209,9 +189,8 @@ def test_a_model_that_nobody_knows(attention, declared, refused, tmp_path, monke
 def test_a_part_of_a_model_is_refused_by_its_own_name():
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
     images = transformers.ViTConfig(image_size=16, patch_size=4, **sizes)
-    text = transformers.TrOCRConfig(
-        vocab_size=VOCABULARY, d_model=32, decoder_layers=1, decoder_attention_heads=4, decoder_ffn_dim=48
-    )
+    text = transformers.TrOCRConfig(vocab_size=VOCABULARY, d_model=32, decoder_layers=1, decoder_attention_heads=4,
+        decoder_ffn_dim=48)  # fmt: skip
 
     def make(implementation):
         config = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(images, text)
@@ -240,8 +219,7 @@ def wrapped():
 
 
 def test_methods_are_wrapped_while_a_name_is_registered(registration):
-    ours = wrapped()
-    second = register("portattn_reference", backend="reference")
+    ours, second = wrapped(), register("portattn_reference", backend="reference")
     assert wrapped() == ours
     registration.remove()
     assert wrapped() == ours

@@ -1,4 +1,5 @@
-"""Tiny random-weight models, batches with padding, and how far two sets of logits differ."""
+"""Tiny random-weight models, batches with padding, and how far two sets of logits differ. A file that imports it first
+is skipped where transformers is not installed."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -63,10 +64,9 @@ def build(family: str, **changes: Any) -> Any:
 
 
 def build_t5() -> Any:
-    config = transformers.T5Config(
-        vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, initializer_factor=1.5,
-        dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0, eos_token_id=None, tie_word_embeddings=False,
-    )  # fmt: skip
+    config = transformers.T5Config(vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4,
+        initializer_factor=1.5, dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0, eos_token_id=None,
+        tie_word_embeddings=False)  # fmt: skip
     torch.manual_seed(0)
     model = transformers.T5ForConditionalGeneration(config).eval()
     model.lm_head.weight.data /= 10  # logits of the size that TOLERANCE is meant for

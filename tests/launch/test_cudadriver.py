@@ -113,9 +113,8 @@ def test_every_launch_has_its_addresses_and_sizes(monkeypatch, way):
         (launched,) = driver.taken()
         assert launched.parameters == expected(addresses, sizes)
         assert launched[:6] == (3, (sizes[0], 5, sizes[1]), (96, 1, 1), 1234, stream, [])
-    assert maps.asked == [(a[1], s[0], s[2]) for i, (_, a, s) in enumerate(calls) if i != 1], (
-        "a map is made anew where its address or sizes are others, and only there"
-    )
+    # A map is made anew where its address or sizes are others, and only there.
+    assert maps.asked == [(a[1], s[0], s[2]) for i, (_, a, s) in enumerate(calls) if i != 1]
 
 
 def test_launch_attributes(monkeypatch, way):
@@ -160,14 +159,11 @@ class Library:
         return 0
 
 
-@pytest.mark.parametrize(
-    ("refused", "retain", "then", "said", "launched"),
-    [
-        ((201, 1), 0, [], "", [2, 3]), ((201, 0), 0, [], "", [1, 2, 3]), ((201, 1), 0, [0, 1], "invalid argument", [2]),
-        ((201, 1), 2, [], "out of memory", []), ((1, 1), 0, [], "invalid argument", []),
-        ((99, 0), 0, [], "unknown error", []),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("refused", "retain", "then", "said", "launched"), [
+    ((201, 1), 0, [], "", [2, 3]), ((201, 0), 0, [], "", [1, 2, 3]), ((201, 1), 0, [0, 1], "invalid argument", [2]),
+    ((201, 1), 2, [], "out of memory", []), ((1, 1), 0, [], "invalid argument", []),
+    ((99, 0), 0, [], "unknown error", []),
+])  # fmt: skip
 def test_what_is_done_about_a_refusal(monkeypatch, way, refused, retain, then, said, launched):
     """A thread without a context gets one, and goes on with the kernel that was refused; all else is an error."""
     import torch
@@ -203,13 +199,10 @@ def test_more_kernels_than_native_has_room_for_are_refused(monkeypatch):
         block(monkeypatch, native_module(), [kernel()] * 65, Maps())
 
 
-@pytest.mark.parametrize(
-    ("context", "error", "retain", "called", "said"),
-    [
-        (7, 0, 0, [], ""), (0, 0, 0, ["retain 5", "set"], ""), (0, 0, 2, ["retain 5"], "out of memory"),
-        (0, 1, 0, [], "invalid argument"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("context", "error", "retain", "called", "said"), [
+    (7, 0, 0, [], ""), (0, 0, 0, ["retain 5", "set"], ""), (0, 0, 2, ["retain 5"], "out of memory"),
+    (0, 1, 0, [], "invalid argument"),
+])  # fmt: skip
 def test_a_thread_without_a_context_gets_one(monkeypatch, context, error, retain, called, said):
     import torch
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from fakedriver import run_by_any
 
+pytestmark = pytest.mark.compiles
 KEPT = ["C", "python"]  # how a call that is kept is answered, with native.c and without
 BY_PYTHON = ["python", "python"]
 NOTHING = ["nothing", "nothing"]  # validated and planned
@@ -18,82 +19,39 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return found
 
 
-def ways(seen: dict[str, Any], *names: str) -> dict[str, list[str]]:
-    return {name: seen["ways"][name] for name in names}
+TORCHS = (  # what torch does around a call: forward-mode differentiation, modes, transforms, inference, autocast
+    "dual level", "tangent", "fake tensors' mode", "a mode that counts", "inference", "vmap", "grad", "jit.trace",
+    "functionalize", "jvp", "kept in inference, outside",
+)  # fmt: skip
+OTHER = (
+    "scale", "type", "type in a tuple", "float in a tuple", "list", "window", "array", "dtype", "aligned", "axes",
+    "gradient", "k is v", "more", "less", "no tensor", "subclass", "negated", "other settings", "freed", "nested",
+    "sparse", "oneDNN's", "64 axes",
+    "recorded", "not required",  # a kernel without a backward must not answer where gradients are recorded
+    "two, twins kept", "equal, twins kept", "twins, two kept",
+    "True after 3", "3.0 after 3", "None after 3", "1 after 3, k None", "3 after none",
+)  # fmt: skip
+SAME = (
+    "same", "shorter", "strides", "equal settings", "after all", "not recorded", "not recorded again",
+    "no_grad, none asked for", "after modes", "kept in inference, inside", "kept in autocast, inside",
+    "autocast", "kept in autocast, outside",  # of bfloat16, which autocast leaves as it is
+    "twins, twins kept", "other twins, twins kept", "twins, both kept", "two, both kept",
+    "3 after 3", "4 after 3", "none after none",
+)  # fmt: skip
+WAYS = dict.fromkeys((*OTHER, *TORCHS), NOTHING) | dict.fromkeys(SAME, KEPT) | {
+    "device": BY_PYTHON, "hook": BY_PYTHON, "context": ["python"],
+    f"{2**70} after 3": ["nothing", "no class"],  # validation names it
+}  # fmt: skip
 
 
-@pytest.mark.compiles
-def test_other_arguments_are_another_call(seen: dict[str, Any]) -> None:
-    names = (
-        "scale", "type", "type in a tuple", "float in a tuple", "list", "window", "array", "dtype", "aligned", "axes",
-        "gradient", "k is v", "more", "less", "no tensor", "subclass", "negated", "other settings", "freed",
-        "nested", "sparse", "oneDNN's", "64 axes",
-    )  # fmt: skip
-    assert ways(seen, *names) == dict.fromkeys(names, NOTHING)
-
-
-@pytest.mark.compiles
-def test_other_sizes_and_equal_settings_are_no_other_call(seen: dict[str, Any]) -> None:
-    names = ("same", "shorter", "strides", "equal settings", "after all")
-    assert ways(seen, *names) == dict.fromkeys(names, KEPT)
-
-
-@pytest.mark.compiles
-def test_what_native_does_not_handle_goes_by_python(seen: dict[str, Any]) -> None:
-    assert ways(seen, "device", "hook") == {"device": BY_PYTHON, "hook": BY_PYTHON}
-    assert ways(seen, "context") == {"context": ["python"]}
+def test_what_is_another_call_and_what_goes_by_python(seen: dict[str, Any]) -> None:
+    assert {name: seen["ways"][name] for name in WAYS} == WAYS
     assert seen["refused"] == "CUDA's driver refused a launch: invalid argument"
     assert seen["stream"] == 11, "launched on the stream that is current"
-
-
-@pytest.mark.compiles
-def test_what_torch_does_around_a_call_is_part_of_it(seen: dict[str, Any]) -> None:
-    """Forward-mode differentiation, modes that see every operator, transforms, inference and autocast."""
-    names = (
-        "dual level", "tangent", "fake tensors' mode", "a mode that counts", "inference", "vmap", "grad", "jit.trace",
-        "functionalize", "jvp", "kept in inference, outside",
-    )  # fmt: skip
-    assert ways(seen, *names) == dict.fromkeys(names, NOTHING)
-    names = (
-        "no_grad, none asked for", "after modes", "kept in inference, inside", "kept in autocast, inside",
-        "autocast", "kept in autocast, outside",  # of bfloat16, which autocast leaves as it is
-    )  # fmt: skip
-    assert ways(seen, *names) == dict.fromkeys(names, KEPT)
-
-
-@pytest.mark.compiles
-def test_calls_that_nothing_could_find_again_are_not_kept(seen: dict[str, Any]) -> None:
-    """Each would be one more kind, and drive kinds that are used out."""
-    assert seen["kinds in a dual level"] == 0
-
-
-@pytest.mark.compiles
-def test_whether_gradients_are_recorded(seen: dict[str, Any]) -> None:
-    """A kernel without a backward must not answer where they are."""
-    assert ways(seen, "recorded", "not required") == {"recorded": NOTHING, "not required": NOTHING}
-    assert ways(seen, "not recorded", "not recorded again") == {"not recorded": KEPT, "not recorded again": KEPT}
-
-
-@pytest.mark.compiles
-def test_tensors_that_are_one_tensor(seen: dict[str, Any]) -> None:
-    other = ("two, twins kept", "equal, twins kept", "twins, two kept")
-    assert ways(seen, *other) == dict.fromkeys(other, NOTHING)
-    same = ("twins, twins kept", "other twins, twins kept", "twins, both kept", "two, both kept")
-    assert ways(seen, *same) == dict.fromkeys(same, KEPT)
     assert seen["twins' launches"] == {"C": True, "python": True}
+    assert seen["kinds in a dual level"] == 0, "calls that nothing could find again drive out kinds that are used"
 
 
-@pytest.mark.compiles
-def test_lengths_of_other_types(seen: dict[str, Any]) -> None:
-    other = ("True after 3", "3.0 after 3", "None after 3", "1 after 3, k None", "3 after none")
-    assert ways(seen, *other) == dict.fromkeys(other, NOTHING)
-    assert ways(seen, "3 after 3", "4 after 3", "none after none") == dict.fromkeys(
-        ("3 after 3", "4 after 3", "none after none"), KEPT
-    )
-    assert seen["ways"][f"{2**70} after 3"] == ["nothing", "no class"], "validation names it"
-
-
-@pytest.mark.compiles
 def test_a_handle_takes_no_other_sizes(seen: dict[str, Any]) -> None:
     """Those of the longer cache are of the same class, and would be written into the handle's memory."""
     assert seen["handle"]["hit"]
@@ -103,25 +61,19 @@ def test_a_handle_takes_no_other_sizes(seen: dict[str, Any]) -> None:
         assert longer.startswith("prepare('decode_attention').run: k_cache is ((2, 2, 656, 64)")
 
 
-@pytest.mark.compiles
 def test_sizes_of_a_class_in_turn(seen: dict[str, Any]) -> None:
-    assert seen["classes"] == 1
-    assert seen["sizes"] == {"C": True, "python": True}
-    assert seen["plans"] == [[2, 640], [3, 656], [3, 672], [2, 640], [3, 656]] * 2, (
-        "last_plan is of the last call's sizes"
-    )
+    assert (seen["classes"], seen["sizes"]) == (1, {"C": True, "python": True})
+    assert seen["plans"] == [[2, 640], [3, 656], [3, 672], [2, 640],
+        [3, 656]] * 2, ("last_plan is of the last call's sizes")  # fmt: skip
 
 
-@pytest.mark.compiles
 def test_tensor_maps_follow_addresses_sizes_and_strides(seen: dict[str, Any]) -> None:
     if "maps" not in seen:
         pytest.skip("the variants need Triton 3.6 or newer")
-    assert seen["maps"]["path"] == "gluon_forward"
-    assert (seen["maps"]["C"], seen["maps"]["python"]) == (True, True)
+    assert (seen["maps"]["path"], seen["maps"]["C"], seen["maps"]["python"]) == ("gluon_forward", True, True)
     assert seen["maps"]["made by native.c"] == [True] * 4, "those of q, k, v and out, as Triton makes them"
 
 
-@pytest.mark.compiles
 def test_another_thread_launches_by_parameters_of_its_own(seen: dict[str, Any]) -> None:
     """A call of the same kind with other sizes: before the first one's launch, and while the driver has it."""
     for name in ("together by C", "together by python"):

@@ -39,8 +39,7 @@ def _kinds(seen):
 
 @pytest.mark.compiles
 def test_all_ways_launch_the_same(seen):
-    kinds = _kinds(seen)
-    version = tuple(map(int, seen["triton"].split(".")[:2]))
+    kinds, version = _kinds(seen), tuple(map(int, seen["triton"].split(".")[:2]))
     expected = {"copy", "two", "unaligned"}
     expected |= {"scratch"} if version >= (3, 3) and "scratch" in kinds else set()
     expected |= {"dependent"} if version >= (3, 4) else set()
@@ -67,8 +66,7 @@ def test_tensor_maps_are_made_for_each_address_and_kept(seen):
         pytest.skip("this Triton passes no tensor maps from the host")
     assert seen["maps"] == 2 * [[True, False], [False, True], [True, False]], "by Python and by C"
     assert seen["maps without a context"] == [1, 1], "a backward's thread may have none yet"
-    assert seen["hooked without a context"] == 1
-    assert seen["maps kept"] == [0, 64]
+    assert (seen["hooked without a context"], seen["maps kept"]) == (1, [0, 64])
     assert seen["maps by C"]
     assert not seen["maps of another make"], "native.c's maps are used where they are Triton's, byte for byte"
 
@@ -77,8 +75,7 @@ def test_tensor_maps_are_made_for_each_address_and_kept(seen):
 def test_hooks_threads_and_refusals(seen):
     assert seen["hooks"] == [["enter"], True], "a hook is called once, and the launch is the same"
     assert seen["context"] == [9], "a thread without a context gets one"
-    assert seen["refused"] == "CUDA's driver refused a launch: invalid argument"
-    assert seen["after"] == 1
+    assert (seen["refused"], seen["after"]) == ("CUDA's driver refused a launch: invalid argument", 1)
     assert seen["nothing"] == 0, "a grid of nothing launches nothing"
     assert seen["threads"] == [150, True], "every launch has its own addresses"
     if "scratch" in seen:
@@ -95,9 +92,8 @@ def test_arguments_are_the_kernels_parameters(name, splits, device):
     for launch in launches:
         kernel = getattr(importlib.import_module(launch.module), launch.function)
         # In the kernel's order: a compile passes them by position (compile/ensure_compiled.py).
-        assert list(launch.arguments) == [
-            argument for argument in kernel.arg_names if argument not in launch.constexprs
-        ]
+        assert list(launch.arguments) == [argument for argument in kernel.arg_names
+            if argument not in launch.constexprs]  # fmt: skip
         assert set(launch.constexprs) <= set(kernel.arg_names)
 
 
@@ -115,11 +111,9 @@ def test_calls_are_right(release, tmp_path):
     for entry in (TRITONS_INTERPRETED[release], *TRITONS_INTERPRETED[release].parent.glob("triton-*.dist-info")):
         (tmp_path / entry.name).symlink_to(entry)
     path = (str(tmp_path), str(fakedriver.HERE), os.environ.get("PYTHONPATH", ""))
-    ran = subprocess.run(
-        [sys.executable, str(fakedriver.HERE / "interpreted_child.py")],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))},
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    ran = subprocess.run([sys.executable, str(fakedriver.HERE / "interpreted_child.py")],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))}, capture_output=True, text=True,
+        timeout=300, check=False)  # fmt: skip
     assert ran.returncode == 0, ran.stderr[-3000:]
     found = json.loads(ran.stdout.splitlines()[-1])
     assert found["triton"] == release
@@ -183,7 +177,6 @@ print("right")
 def test_threads_interpret_one_after_the_other():
     """Triton's interpreter replaces functions of triton.language while it runs."""
     environment = os.environ | {"TRITON_INTERPRET": "1"}
-    ran = subprocess.run(
-        [sys.executable, "-c", THREADS], capture_output=True, text=True, timeout=240, check=False, env=environment
-    )
+    ran = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, timeout=240, check=False,
+        env=environment)  # fmt: skip
     assert (ran.returncode, ran.stdout) == (0, "right\n"), ran.stderr

@@ -44,20 +44,13 @@ def test_sizes_and_strides_are_no_part_of_it(q):
 def test_what_else_differs_makes_another_kind(q):
     one = kind({"q": q, "k": q.clone(), "sinks": None})
     k = torch.ones_like(q)
-    assert matches(one, q, k, None)
-    assert not matches(one, q, k.half(), None)
-    assert not matches(one, q, k[0], None)
-    assert not matches(one, q, k, torch.zeros(2))
-    assert not matches(one, q, None, None)
-    assert not matches(one, q, 3, None)
-    assert not matches(one, q, torch.zeros(129)[1:].view(1, 2, 4, 16), None), "another alignment"
     freed = k.clone()
-    freed.untyped_storage().resize_(0)
-    assert not matches(one, q, freed, None), "nothing may be launched at address 0"
-    assert not matches(one, q, torch.nn.Parameter(k), None)
-    assert not matches(one, q, torch._neg_view(k), None)
-    assert not matches(one, q, k.to_sparse(), None)
-    assert not matches(one, q, k.to_mkldnn(), None)
+    freed.untyped_storage().resize_(0)  # nothing may be launched at address 0
+    unaligned, negated = torch.zeros(129)[1:].view(1, 2, 4, 16), torch._neg_view(k)
+    others = [k.half(), k[0], None, 3, unaligned, freed, torch.nn.Parameter(k), negated, k.to_sparse(), k.to_mkldnn()]
+    assert [matches(one, q, other, None) for other in others] == [None] * len(others)
+    assert matches(one, q, k, None)
+    assert not matches(one, q, k, torch.zeros(2))
     assert not matches(one, q, k, None, values=(None, True))
     with portattn.settings(fallback="error"):
         assert not matches(one, q, k, None)
@@ -134,13 +127,11 @@ def test_a_kind_can_be_of_one_size(q):
     assert not matches(one, torch.zeros(1, 2, 5, 16))
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "same"),
-    [
-        (1, 1, True), (1, True, False), (1, 1.0, False), ((1, (2, "a")), (1, (2, "a")), True),
-        ((1, (2, "a")), (1, (2.0, "a")), False), ((1,), (1, 2), False), (float("nan"), 0.5, False), ("a", "b", False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("a", "b", "same"), [
+    (1, 1, True), (1, True, False), (1, 1.0, False), ((1, (2, "a")), (1, (2, "a")), True),
+    ((1, (2, "a")), (1, (2.0, "a")), False), ((1,), (1, 2), False), (float("nan"), 0.5, False),
+    ("a", "b", False),
+])  # fmt: skip
 def test_identical(a, b, same):
     assert identical(a, b) is same
 
@@ -163,10 +154,8 @@ def test_what_is_kept_is_bounded(monkeypatch):
         for one in made:
             cache.remember(one)
             cache.remember(one)
-        assert cache.every_kind() == made[2:]
-        assert cache.kinds("attention", (0, 0.5)) == ()
-        assert cache.kinds("attention", (1, 0.5)) == (made[3], made[2])
-        assert cache.kinds("attention", ([], 0.5)) == ()
+        assert (cache.every_kind(), cache.kinds("attention", (0, 0.5))) == (made[2:], ())
+        assert (cache.kinds("attention", (1, 0.5)), cache.kinds("attention", ([], 0.5))) == ((made[3], made[2]), ())
         assert cache.kinds("decode_attention", (1, 0.5)) == ()
     finally:
         cache.forget()

@@ -57,10 +57,8 @@ def test_a_prepared_call_launches_into_what_it_is_given(seen: dict[str, Any]) ->
     made = {name: found for name, found in seen.items() if isinstance(found, dict) and "prepared" in found}
     assert len(made) >= len(OPS)
     for name, found in made.items():
-        assert found["prepared"] == {
-            "allocated": 0, "given": True, "launches": found["launches"], "path": found["path"], "out": True,
-            "odd": True,
-        }, name  # fmt: skip
+        assert found["prepared"] == {"allocated": 0, "given": True, "launches": found["launches"],
+            "path": found["path"], "out": True, "odd": True}, name  # fmt: skip
 
 
 def test_a_prepared_call_launches_into_no_wrong_place(seen: dict[str, Any]) -> None:
@@ -93,8 +91,7 @@ def test_partial_results_lie_in_memory_that_is_given_back(seen: dict[str, Any]) 
     assert taken["given"] == [[2, True]], "after both launches, which have its address"
     assert taken["tensors"] == [False] * len(taken["tensors"]), "results alone are tensors"
     assert taken["refused"][0].startswith("RuntimeError: CUDA's driver refused a launch: ")
-    assert taken["refused"][1] == [[0, True]]
-    assert taken["full"] == ["MemoryError: no more", [], 0]
+    assert (taken["refused"][1], taken["full"]) == ([[0, True]], ["MemoryError: no more", [], 0])
     assert taken["prepared"] == [[], 2], "a handle has memory of its own"
     assert taken["left"] == 0
 
@@ -122,9 +119,7 @@ def test_the_monitor_names_what_differs(seen: dict[str, Any]) -> None:
     for part in ("dense_forward compiled after warm-up", "attention q (1,4,96,72)", "key ", *differing):
         assert part in text, text
     assert found["again"] == [], "a kernel is warned about once"
-    assert found["never"] == []
-    assert found["off"] == []
-    assert len(found["always"]) == 1
+    assert (found["never"], found["off"], len(found["always"])) == ([], [], 1)
     assert "scale" not in found["always"][0]
     assert "causal: True instead of False" in found["always"][0], found["always"]
 
@@ -172,8 +167,7 @@ def test_a_step_is_one_launch_from_the_cache(tmp_path_factory: pytest.TempPathFa
     for op, found in seen.items():
         assert found["path"] == "triton"
         assert found["why fixed"] == "", "each number of tokens would be planned for itself"
-        assert (found["hit"], found["way"]) == (True, "native")
-        assert found["launches"] == 1
+        assert (found["hit"], found["way"], found["launches"]) == (True, "native", 1)
         assert found["same"], f"{op}: other launches by C, by Python, or prepared"
         assert found["allocated"] == 0
         assert found["planned"] == 0, "another number of tokens was planned"

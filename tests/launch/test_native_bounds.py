@@ -107,9 +107,7 @@ def test_this_torch_is_read_by_its_own_functions() -> None:
     base = torch.zeros(3, 5, 7, dtype=torch.float16)
     for tensor in (base, base[:, 1:, ::2], base.permute(2, 0, 1), torch.zeros(0), torch.nn.Parameter(base.float())):
         assert native._word(tensor._cdata) == plain
-        assert native._read(asks[:4], tensor, offset) == (
-            tuple(tensor.shape), tensor.stride(), tensor.data_ptr(),
-        )  # fmt: skip
+        assert native._read(asks[:4], tensor, offset) == (tuple(tensor.shape), tensor.stride(), tensor.data_ptr())
 
 
 @linux
@@ -167,16 +165,14 @@ def test_a_library_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_fields_that_do_not_fit_are_refused(module: Any) -> None:
-    with pytest.raises(TypeError, match="not all there"):
-        module.Kind(values=())
-    with pytest.raises(TypeError, match="not all there"):
-        module.Sized(inputs=())
-    with pytest.raises(ValueError, match="at most 64"):
-        module.Launches(b"", 0, 0, 65, (), (), ())
     launches = module.Launches(b"", 0, 0, 2, (), (), ((0, 4, 1),))
-    with pytest.raises(ValueError, match="2 addresses are needed, not 1"):
-        launches(7, [1], [3, 4])
-    with pytest.raises(ValueError, match="outputs are missing"):
-        launches(7, [1, 2], [3])
-    with pytest.raises(OverflowError):
-        launches(7, [1, -1], [3, 4])
+    for error, said, call in (
+        (TypeError, "not all there", lambda: module.Kind(values=())),
+        (TypeError, "not all there", lambda: module.Sized(inputs=())),
+        (ValueError, "at most 64", lambda: module.Launches(b"", 0, 0, 65, (), (), ())),
+        (ValueError, "2 addresses are needed, not 1", lambda: launches(7, [1], [3, 4])),
+        (ValueError, "outputs are missing", lambda: launches(7, [1, 2], [3])),
+        (OverflowError, None, lambda: launches(7, [1, -1], [3, 4])),
+    ):
+        with pytest.raises(error, match=said):
+            call()

@@ -7,6 +7,7 @@ import sys
 import threading
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -40,10 +41,7 @@ def test_a_launcher_is_made_once_and_late() -> None:
 
 
 def test_a_launcher_that_cannot_be_made_says_so_each_time() -> None:
-    def make(source: str, metadata: str) -> Any:
-        raise RuntimeError("no C compiler")
-
-    launcher = preload._Launcher(make, "source", "metadata")
+    launcher = preload._Launcher(Mock(side_effect=RuntimeError("no C compiler")), "source", "metadata")
     for _ in range(2):
         with pytest.raises(RuntimeError, match="no C compiler"):
             launcher()
@@ -107,10 +105,7 @@ def test_the_digest_of_a_kernel_is_made_beside(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_without_a_thread_all_is_made_where_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(self: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", start)
+    monkeypatch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
     with preload.meanwhile("cuda", ""):
         pass
 
@@ -149,17 +144,14 @@ def test_a_kernel_is_loaded_without_its_launcher(active: Any) -> None:
     preload.load(kernel, "")
     assert made == []
     assert active.launcher_cls is Made
-    assert kernel.run(1) == ("source", "metadata", (1,))
-    assert len(made) == 1
+    assert (kernel.run(1), len(made)) == (("source", "metadata", (1,)), 1)
 
 
 def test_the_drivers_class_is_put_back_whatever_happens(active: Any) -> None:
-    class Broken(Compiled):
-        def _init_handles(self) -> None:
-            raise RuntimeError("out of resource")
-
+    broken = Compiled()
+    broken._init_handles = Mock(side_effect=RuntimeError("out of resource"))  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="out of resource"):
-        preload.load(Broken(), "")
+        preload.load(broken, "")
     assert active.launcher_cls is Made
     outer = Compiled(inside=Compiled())  # a hook of Triton's may load another kernel
     preload.load(outer, "")

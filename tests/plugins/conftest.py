@@ -36,9 +36,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--no-index",
         "--disable-pip-version-check", "--target", str(folder / "site"),
     ]  # fmt: skip
-    done = subprocess.run(
-        [*command, *(str(folder / "sources" / name) for name in PACKAGES)], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([*command, *(str(folder / "sources" / name) for name in PACKAGES)], capture_output=True,
+        text=True, check=False)  # fmt: skip
     assert done.returncode == 0, done.stderr
     return folder / "site"
 

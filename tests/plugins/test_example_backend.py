@@ -52,12 +52,10 @@ def test_doctor_says_who_knows_which_compiler(run: Callable[..., Any]) -> None:
 def test_a_plan_has_the_compiler_and_its_quirk(run: Callable[..., Any]) -> None:
     line = ("plan", "attention", "--target", "example:one", *PROBLEM)
     made = run(*line, "--json").json
-    assert (made["path"], made["toolchain"]) == ("triton", COMPILER)
-    assert made["launch"]["num_stages"] == 2
+    assert (made["path"], made["toolchain"], made["launch"]["num_stages"]) == ("triton", COMPILER, 2)
     assert "example-0001-two-stages" in {quirk["id"] for quirk in made["quirks"]}
     newer = run(*line, "--toolchain", "pytorch_triton_example==1.2.0,triton==3.6.0", "--json").json
-    assert newer["toolchain"] == "triton-example==1.2.0"
-    assert newer["launch"]["num_stages"] == 3
+    assert (newer["toolchain"], newer["launch"]["num_stages"]) == ("triton-example==1.2.0", 3)
     assert dict(made["launch"]["options"]) == {"fuse": False}, "an option that portattn's own backends do not have"
     assert dict(newer["launch"]["options"]) == {"fuse": True}
     other = run(*line, "--toolchain", "triton==3.6.0", "--json").json
@@ -89,8 +87,7 @@ print(vendor.rejects(portattn.Problem(batch=1, heads_q=2, heads_k=2, seq_q=9, se
 print(target.toolchain.component("triton") == installed_toolchain().version, target.toolchain.within("triton", ">=3.2"))
 """
     planned, wide, beneath = python(script).splitlines()
-    assert planned == f"triton {COMPILER}"
-    assert wide == "head_dim is 512, and example_attention takes up to 256"
+    assert (planned, wide) == (f"triton {COMPILER}", "head_dim is 512, and example_attention takes up to 256")
     assert beneath == "True True", "ranges of Triton hold for the Triton that it is added to"
 
 
@@ -162,8 +159,7 @@ def test_verify_asks_its_executor(run: Callable[..., Any]) -> None:
     if missing := support.no_interpreter():
         pytest.skip(missing)
     called = run("verify", "attention", "--target", "example:one", "--emulate", "--json", exits=0)
-    assert called.json["toolchain"] == COMPILER
-    assert called.json["levels"] == {"emulated": len(called.json["rows"])}
+    assert (called.json["toolchain"], called.json["levels"]) == (COMPILER, {"emulated": len(called.json["rows"])})
 
 
 def test_code_of_another_kernel_is_seen(python: Callable[[str], str]) -> None:
@@ -190,8 +186,7 @@ def test_without_the_compiler_the_plan_says_what_it_needs(run: Callable[..., Any
     path = os.pathsep.join(map(str, (alone, ROOT)))
     line = ("plan", "attention", "--target", "example:one", *PROBLEM, "--json")
     made = run(*line, PYTHONPATH=path).json
-    assert made["path"] == "example_attention"
-    assert made["rejected"][0]["hint"] == "needs triton-example"
+    assert (made["path"], made["rejected"][0]["hint"]) == ("example_attention", "needs triton-example")
     probed = run("quirks", "probe", "example-0001", "--toolchain", "triton-example==1.1.0", PYTHONPATH=path, exits=2)
     assert "portattn lab create triton-example==1.1.0" in probed.err
 
@@ -245,10 +240,8 @@ def test_a_teams_kernel_is_compiled_with_it(site: Path, tmp_path: Path) -> None:
     (tmp_path / "doubling.py").write_text(KERNEL, encoding="utf-8")
     (tmp_path / "test_doubling.py").write_text(TEST, encoding="utf-8")
     # The plug-in is named, and no other is looked for: this portattn may be a checkout on the path.
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(map(str, (tmp_path, site, ROOT))), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-        "PORTATTN_CACHE_DIR": str(tmp_path / "cache"),
-    }  # fmt: skip
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (tmp_path, site, ROOT))),
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PORTATTN_CACHE_DIR": str(tmp_path / "cache")}  # fmt: skip
     environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", PLUGIN, "--portattn-target=example:one", "."]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, env=environment)

@@ -128,6 +128,9 @@ def test_what_has_no_bound_says_why():
         bound.rates_of(parse_target("cuda:sm_70", "triton==3.2.0"))
     with pytest.raises(bound.NoBound, match="no matrix instructions"):
         costs_of("rocm:gfx942", AMD.replace("v_mfma", "v_none"))
+    chunks = msgspec.structs.replace(workload(parse("attention q=1,1,64,64 kv=1,1,64,64")).problem, chunk=16)
+    with pytest.raises(bound.NoBound, match="with chunks"):
+        bound.lower_bound(chunks, Launch(), costs_of("rocm:gfx942", AMD), parse_target("gfx942", "triton==3.6.0"))
     with pytest.raises(bound.NoBound, match="no products of f8"):
         costs_of("rocm:gfx90a", AMD.replace("16x16x16_f16", "16x16x32_fp8_fp8"))
 

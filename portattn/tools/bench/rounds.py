@@ -126,7 +126,7 @@ class DeviceClock:
         return graph.replay
 
     def peak_extra_bytes(self, run: Run) -> int | None:
-        """Return the bytes that one call allocates at its peak beyond the memory before it; None if nobody counts."""
+        """Return the bytes that one call allocates at its peak beyond the memory before it; None if uncounted."""
         if not hasattr(self._module, "reset_peak_memory_stats"):
             return None
         self._module.synchronize()

@@ -72,7 +72,7 @@ def targets(
     or the installed one."""
     registry = Registry.load()
     names = [t.name for t in registry.targets(Toolchain.none())]
-    for owner, backend in registry.backends.items():  # of others the library and the reference are planned
+    for owner, backend in registry.backends.items():  # without core kernels: its library and the reference
         if backend.core_path != "triton":
             names += [f"{owner}:{name}" for name, arch in registry.arches[owner].items() if not arch.refused]
     for glob in globs:

@@ -97,28 +97,22 @@ def seen_keys(mode: int, rows: int, keys: int, band: tuple[int, int], mask: torc
     diagonal = j - i - (keys - rows)  # 0 at the lower right corner
     if mode in (0, 1):
         return torch.ones(1, rows, keys, dtype=torch.bool) if mask is None else ~mask
-    if mode == 2:
-        return (j <= i)[None]
-    if mode == 3:
-        return (diagonal <= 0)[None]
-    assert mode == 4
-    assert sum(band) >= 0, "the sides of a band must meet"
-    return ((diagonal >= -band[0]) & (diagonal <= band[1]))[None]
+    assert mode != 4 or sum(band) >= 0, "the sides of a band must meet"
+    seen = {2: j <= i, 3: diagonal <= 0, 4: (diagonal >= -band[0]) & (diagonal <= band[1])}
+    return seen[mode][None]
 
 
-def scores_of(
-    q: torch.Tensor, k: torch.Tensor, scale: float, seen: torch.Tensor, pse: torch.Tensor | None, pse_type: int
-) -> torch.Tensor:
+def scores_of(q: torch.Tensor, k: torch.Tensor, scale: float, seen: torch.Tensor, pse: torch.Tensor | None,
+        pse_type: int) -> torch.Tensor:  # fmt: skip
     products = q.double() @ k.double().repeat_interleave(q.shape[0] // k.shape[0], 0).mT
     added = torch.zeros(()) if pse is None else pse.double()
     scores = {0: products * scale + added, 1: (products + added) * scale}[pse_type]
     return scores.masked_fill(~seen, -math.inf)
 
 
-def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, seen: torch.Tensor,
-    pse: torch.Tensor | None = None, pse_type: int = 1, sink: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, seen: torch.Tensor,
+        pse: torch.Tensor | None = None, pse_type: int = 1,
+        sink: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return out, maximum and sum of the softmax, NaN in rows that see no key. Keys that no row sees are not read."""
     scores = scores_of(q, k, scale, seen, pse, pse_type)
     largest = scores.amax(-1)
@@ -132,10 +126,9 @@ def attend(
     return out, largest.masked_fill(blind, math.nan), total.masked_fill(blind, math.nan)
 
 
-def gradients_of(
-    dy: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, seen: torch.Tensor,
-    pse: torch.Tensor | None, pse_type: int, sink: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+def gradients_of(dy: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, seen: torch.Tensor,
+        pse: torch.Tensor | None, pse_type: int,
+        sink: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return dQ, dK, dV and the sink's gradient, written out: operators beneath autograd record nothing.
     With P = softmax(S): dV = Pᵀ dO, dS = P ∘ (dP - rowsum(dP ∘ P)), and the sink's score has a dP of 0."""
     group, shared = q.shape[0] // k.shape[0], (k.shape[0], -1, *k.shape[1:2])
@@ -333,9 +326,8 @@ def fused_infer_v2(**a: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return out.to(query.dtype), lse if a["return_softmax_lse"] else torch.zeros(0)
 
 
-def _check_pages(
-    a: dict[str, Any], key: torch.Tensor, batch: int, kv_heads: int, head_dim: int, one_row: bool, quantised: bool
-) -> int:
+def _check_pages(a: dict[str, Any], key: torch.Tensor, batch: int, kv_heads: int, head_dim: int, one_row: bool,
+        quantised: bool) -> int:  # fmt: skip
     """Return the tokens that a row of the table has room for."""
     table, size = a["block_table"], a["block_size"]
     flat = key.dim() == 3
@@ -349,20 +341,19 @@ def _check_pages(
     return size * table.shape[1]
 
 
-def _cached(
-    cache: torch.Tensor, scale: torch.Tensor | None, table: torch.Tensor | None, b: int, length: int, heads: int
-) -> torch.Tensor:
+def _cached(cache: torch.Tensor, scale: torch.Tensor | None, table: torch.Tensor | None, b: int, length: int,
+        heads: int) -> torch.Tensor:  # fmt: skip
     """Return a sequence's keys or values (Nk, length, D); pages behind its end are not read."""
     if table is None:
-        kept = cache[b, :, :length]
-        return kept if scale is None else kept.double() * scale[b, :, :length, None].double()
-    pages = cache.unflatten(2, (heads, -1)).transpose(1, 2) if cache.dim() == 3 else cache
-    used = table[b, : -(-length // pages.shape[2])].tolist()
-    assert all(0 <= page < len(pages) for page in used)
-    kept = pages[used].transpose(0, 1).flatten(1, 2)[:, :length]
-    if scale is None:
-        return kept
-    return kept.double() * scale[used].transpose(0, 1).flatten(1, 2)[:, :length, None].double()
+        kept, factors = cache[b, :, :length], None if scale is None else scale[b, :, :length]
+    else:
+        pages = cache.unflatten(2, (heads, -1)).transpose(1, 2) if cache.dim() == 3 else cache
+        used = table[b, : -(-length // pages.shape[2])].tolist()
+        assert all(0 <= page < len(pages) for page in used)
+        kept, factors = (
+            None if t is None else t[used].transpose(0, 1).flatten(1, 2)[:, :length] for t in (pages, scale)
+        )
+    return kept if factors is None else kept.double() * factors[..., None].double()
 
 
 def _check_ends(ends: Any, total: int, most: int) -> None:

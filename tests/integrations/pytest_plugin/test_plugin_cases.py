@@ -29,35 +29,22 @@ spills_fail = pytest.mark.skipif(HERE != CHOSEN_WITH, reason=f"the tiles were ch
 @spills_fail
 @pytest.mark.usefixtures("planted_compiler")
 def test_each_case_ends_as_its_cell(pytester, inner):
-    result = inner(
-        SELECTED, "--portattn-target=sm_80,sm_89", "--portattn-target", "sm_100,sm_120", "--junit-xml=out.xml", "-rfpP"
-    )
+    result = inner(SELECTED, "--portattn-target=sm_80,sm_89", "--portattn-target", "sm_100,sm_120",
+        "--junit-xml=out.xml", "-rfpP")  # fmt: skip
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.assert_outcomes(passed=1, failed=3)
-    result.stdout.fnmatch_lines(
-        [
-            f"portattn: cuda:sm_80 with {HERE}, *; 4 conformance cases of the quick set", "collected 4 items",
-            f"_* cuda:sm_80  {HERE}  {NAME} _*", "red: CRASH: *SIGABRT*", "what ttgir printed:",
-            "Assertion `planted' failed.", "*Captured portattn call*", "path: *",
-        ]
-    )  # fmt: skip
-    result.stdout.fnmatch_lines_random(
-        [
-            "red: ERROR: dense_forward: RuntimeError at ttgir: planted refusal",
-            "red: FAIL: *96 bytes spilled, none allowed*",
-            f"PASSED portattn::cuda:sm_100::{CASE}",
-            f"FAILED portattn::cuda:sm_80::{CASE} *",
-        ]
-    )
+    result.stdout.fnmatch_lines([f"portattn: cuda:sm_80 with {HERE}, *; 4 conformance cases of the quick set",
+        "collected 4 items", f"_* cuda:sm_80  {HERE}  {NAME} _*", "red: CRASH: *SIGABRT*", "what ttgir printed:",
+        "Assertion `planted' failed.", "*Captured portattn call*", "path: *"])  # fmt: skip
+    result.stdout.fnmatch_lines_random(["red: ERROR: dense_forward: RuntimeError at ttgir: planted refusal",
+        "red: FAIL: *96 bytes spilled, none allowed*", f"PASSED portattn::cuda:sm_100::{CASE}",
+        f"FAILED portattn::cuda:sm_80::{CASE} *"])  # fmt: skip
     result.stdout.no_fnmatch_line("*Traceback*")
     cases = {case.get("classname"): case for case in ElementTree.parse(pytester.path / "out.xml").iter("testcase")}
     case = cases[f"portattn.cuda:sm_100.{HERE}"]
     told = {one.get("name"): one.get("value") for one in case.iter("property")}
-    assert told["portattn_target"] == "cuda:sm_100"
-    assert told["portattn_toolchain"] == HERE
-    assert told["portattn_problem"] == NAME
-    assert told["portattn_path"] == "triton"
-    assert told["portattn_level"] == "compiles"
+    assert (told["portattn_target"], told["portattn_toolchain"]) == ("cuda:sm_100", HERE)
+    assert (told["portattn_problem"], told["portattn_path"], told["portattn_level"]) == (NAME, "triton", "compiles")
 
 
 def test_cases_are_chosen_like_tests(pytester, inner):
@@ -71,15 +58,10 @@ def test_cases_are_chosen_like_tests(pytester, inner):
         return [line for line in result.outlines if "::" in line]
 
     named = "--portattn-conformance=dense causal*"
-    every = [
-        f"portattn::{target}::{HERE}::{name}"
-        for target in ("cuda:sm_90", "rocm:gfx942")
-        for name in ("dense_causal_fp16_D=64", "dense_causal_bf16_D=128_GQA")
-    ]
-    assert ids() == ["test_it.py::test_dense"]
-    assert ids(named) == ["test_it.py::test_dense", *every]
-    assert ids(named, "-k", "gfx942 and bf16") == every[-1:]
-    assert ids(named, "-m", "portattn_conformance") == every
+    every = [f"portattn::{target}::{HERE}::{name}" for target in ("cuda:sm_90", "rocm:gfx942")
+        for name in ("dense_causal_fp16_D=64", "dense_causal_bf16_D=128_GQA")]  # fmt: skip
+    assert (ids(), ids(named)) == (["test_it.py::test_dense"], ["test_it.py::test_dense", *every])
+    assert (ids(named, "-k", "gfx942 and bf16"), ids(named, "-m", "portattn_conformance")) == (every[-1:], every)
     assert ids(named, "--deselect", "portattn::rocm:gfx942") == ["test_it.py::test_dense", *every[:2]]
     assert ids(named, "portattn::") == every
     assert ids(named, "portattn::cuda:sm_90", every[-1]) == [*every[:2], every[-1]]
@@ -137,12 +119,8 @@ def test_what_a_baseline_has_must_not_be_lost(pytester, inner, planted_compiler)
     path.write_text(text.replace(f'"{NAME}" = {{', f'"{NAME}, sinks" = {{', 1), encoding="utf-8")
     result = inner(SELECTED + "*", *common[1:])
     result.assert_outcomes(passed=2, failed=1)
-    result.stdout.fnmatch_lines(
-        [
-            "gone: the cell is gone; it was compiles, path *",
-            f"cause: the new run has no problem of the name '{NAME}, sinks'",
-        ]
-    )
+    result.stdout.fnmatch_lines(["gone: the cell is gone; it was compiles, path *",
+        f"cause: the new run has no problem of the name '{NAME}, sinks'"])  # fmt: skip
     inner(SELECTED + "*", "--portattn-fail-on=new", *common[1:]).assert_outcomes(passed=1, failed=2)
 
 
@@ -190,9 +168,8 @@ def test_an_expected_failure_must_fail_for_its_reason(pytester, inner, changes, 
     result.assert_outcomes(**outcome)
     result.stdout.fnmatch_lines([said])
     if "xfailed" in outcome:
-        inner(
-            SELECTED, f"--portattn-target={target}", "--portattn-expected=expected.toml", "--runxfail"
-        ).assert_outcomes(failed=1)
+        inner(SELECTED, f"--portattn-target={target}", "--portattn-expected=expected.toml",
+            "--runxfail").assert_outcomes(failed=1)  # fmt: skip
 
 
 @pytest.mark.parametrize(

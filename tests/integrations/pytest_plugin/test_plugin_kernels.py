@@ -37,18 +37,13 @@ def team(pytester: pytest.Pytester) -> None:
 @pytest.mark.usefixtures("team")
 def test_a_teams_kernels_on_workers_of_xdist(inner: Runner) -> None:
     """With the installed compiler, for two chips; beside them a conformance case."""
-    result = inner(
-        "-n2", "-v", "--portattn-target=sm_90,gfx950", "--portattn-conformance=decode*",
-        "-k", "not (decode and gfx950)", alone=True,
-    )  # fmt: skip
+    result = inner("-n2", "-v", "--portattn-target=sm_90,gfx950", "--portattn-conformance=decode*", "-k",
+        "not (decode and gfx950)", alone=True)  # fmt: skip
     result.assert_outcomes(passed=5)
     result.stdout.fnmatch_lines_random(
-        [
-            f"*PASSED test_kernels.py::test_it_fits_and_does_not_spill[[]cuda:sm_90-{HERE}] ",
-            f"*PASSED test_kernels.py::test_it_compiles_with_kpack[[]rocm:gfx950-{HERE}] ",
-            f"*PASSED portattn::cuda:sm_90::{HERE}::decode_bf16_D=128_GQA ",
-        ]
-    )
+        [f"*PASSED test_kernels.py::test_it_fits_and_does_not_spill[[]cuda:sm_90-{HERE}] ",
+        f"*PASSED test_kernels.py::test_it_compiles_with_kpack[[]rocm:gfx950-{HERE}] ",
+        f"*PASSED portattn::cuda:sm_90::{HERE}::decode_bf16_D=128_GQA "])  # fmt: skip
 
 
 @pytest.mark.usefixtures("team", "real_lab")
@@ -154,18 +149,14 @@ def test_a_module_that_cannot_be_imported_tells_nothing_about_the_compiler(tmp_p
     assert (caught.value.stage, caught.value.unavailable) == ("import", True)
 
 
-@pytest.mark.parametrize(
-    ("types", "constexprs", "divisible", "said"),
-    [
-        ({"x": "*fp16"}, {}, None, "signature is .* none has scale, out, columns, BLOCK$"),
-        ({**TYPES, "y": "i32"}, {"BLOCK": 64}, None, "signature is 'y', but the arguments of row_scale are x, scale, "),
-        (TYPES, {"BLOCKS": 64}, None, "constexprs is 'BLOCKS', but the arguments of row_scale are "),
-        (TYPES, {"BLOCK": 64, "x": 1}, None, "constexprs is 'x', but is in signature too"),
-        (TYPES, {"BLOCK": [64]}, None,
-         r"constexprs\['BLOCK'\] is \[64\], but must be a number, a text, a bool or None"),
-        (TYPES, {"BLOCK": 64}, ["rows"], "divisible is 'rows', but must be one of x, scale, out, columns"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("types", "constexprs", "divisible", "said"), [
+    ({"x": "*fp16"}, {}, None, "signature is .* none has scale, out, columns, BLOCK$"),
+    ({**TYPES, "y": "i32"}, {"BLOCK": 64}, None, "signature is 'y', but the arguments of row_scale are x, scale, "),
+    (TYPES, {"BLOCKS": 64}, None, "constexprs is 'BLOCKS', but the arguments of row_scale are "),
+    (TYPES, {"BLOCK": 64, "x": 1}, None, "constexprs is 'x', but is in signature too"),
+    (TYPES, {"BLOCK": [64]}, None, r"constexprs\['BLOCK'\] is \[64\], but must be a number, a text, a bool or None"),
+    (TYPES, {"BLOCK": 64}, ["rows"], "divisible is 'rows', but must be one of x, scale, out, columns"),
+])  # fmt: skip
 def test_arguments_that_are_not_the_kernels(row_scale: object, types, constexprs, divisible, said: str) -> None:
     with Worker(python="/nowhere") as worker, pytest.raises(ArgumentError, match=said):
         compile_for(worker, row_scale.row_scale, parse_target(GPU, HERE), types, constexprs, divisible=divisible)
@@ -216,9 +207,8 @@ def bare(folder: Path, module: str, source: str) -> subprocess.CompletedProcess[
     (only / "triton").symlink_to(Path(triton.__file__).parent)
     program = BARE.format(root=str(ROOT), triton=str(only), module=module, file=str(file))
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "TRITON_INTERPRET")}
-    return subprocess.run(
-        [sys.executable, "-S", "-c", textwrap.dedent(program)], capture_output=True, text=True, env=environment
-    )
+    return subprocess.run([sys.executable, "-S", "-c", textwrap.dedent(program)], capture_output=True, text=True,
+        env=environment)  # fmt: skip
 
 
 def test_a_module_is_imported_though_what_it_imports_is_not_there(tmp_path: Path) -> None:

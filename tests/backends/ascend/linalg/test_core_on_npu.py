@@ -40,7 +40,7 @@ def run_case(mlir: None, tmp_path: Path) -> Any:
     if found is None:
         pytest.skip(f"no {TOOLCHAIN} in the lab")
     made = triton_ascend_site.make(tmp_path / "npu", found.folder)
-    paths = [ROOT, TESTS, DEVICES, TESTS / "backends" / "ascend", made["PYTHONPATH"]]
+    paths = [ROOT, TESTS, DEVICES, DEVICES / "npu", TESTS / "backends" / "ascend", made["PYTHONPATH"]]
     variables = {
         "PYTHONPATH": os.pathsep.join(map(str, paths)), "PATH": made["PATH"] + os.pathsep + os.environ["PATH"],
         "TRITON_CACHE_DIR": str(tmp_path / "triton"), "TRITON_INTERPRET": "0",

@@ -297,7 +297,7 @@ class Run:
             f = a.format
             if b.width != a.width:
                 raise NotUnderstood("floats of two widths")
-            return Value(function(f, a.bits, b.bits), f.width, "f")
+            return Value(function(f, a.bits, b.bits), f.width, a.kind)
         width = max(a.width, b.width)
         kind = "i" if a.kind == "i" and b.kind == "i" else "u"
         x, y = a.integer, b.integer

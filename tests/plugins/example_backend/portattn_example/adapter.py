@@ -6,10 +6,8 @@ from typing import Any
 SERVED_AS = ("cuda", 80, 32)  # the chip whose layouts Example One has
 
 
-def compile_kernel(
-    function: Any, signature: dict[str, Any], target: tuple[str, Any, int], enter: Callable[[str], None],
-    passes: str = "",
-) -> tuple[dict[str, Any], dict[str, str]]:  # fmt: skip
+def compile_kernel(function: Any, signature: dict[str, Any], target: tuple[str, Any, int], enter: Callable[[str], None],
+        passes: str = "") -> tuple[dict[str, Any], dict[str, str]]:  # fmt: skip
     """Facts and texts of a kernel; what Triton or triton-example raises is the compiler's failure."""
     import triton_example
 
