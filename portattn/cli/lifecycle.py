@@ -216,9 +216,8 @@ def _incident(incident_id: str, quirks: Collection[str] = ()) -> tuple[Incident,
     known = [incident.id for incident in kept.incidents()]
     if incident_id not in known:
         shown = (", ".join(known[-5:]) or "there are none") + quirk.did_you_mean(incident_id, quirks)
-        raise ArgumentError(
-            "quirks", "ID", incident_id, f"must be a quirk's or an incident's id; the latest incidents: {shown}"
-        )
+        limit = f"must be a quirk's or an incident's id; the latest incidents: {shown}"
+        raise ArgumentError("quirks", "ID", incident_id, limit)
     found = kept.incident(incident_id)
     assert found is not None
     return found, kept.incidents()
@@ -283,9 +282,8 @@ def bisect(
             if value:
                 click.echo(f"{name}: {value}")
         if made.last_bad:
-            bounds = (
-                f'{{ {compiler} = "{made.range}" }}' if made.range else f"every {compiler} that was tested: no bound"
-            )
+            every_one = f"every {compiler} that was tested: no bound"
+            bounds = f'{{ {compiler} = "{made.range}" }}' if made.range else every_one
             click.secho(f"when.toolchain: {bounds}", bold=True)
             click.echo("as in the entry" if same else f'the entry has: {{ {compiler} = "{now}" }}')
     if not made.last_bad or not same or made.contradicts:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 
 OP = "quirks probe"
+FOLDER = {"type": click.Path(path_type=Path, exists=True, file_okay=False)}
 
 
 @click.command()
@@ -40,11 +41,7 @@ OP = "quirks probe"
     "--seconds", type=SECONDS, default=180.0, show_default=True,
     help="Limit of each arm: a compiler that takes longer hangs.",
 )  # fmt: skip
-@click.option(
-    "--folder",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="Quirk files to probe; portattn's own and installed packages' by default.",
-)
+@param_types.options(("--folder", FOLDER, "Quirk files to probe; portattn's own and installed packages' by default."))
 @output.json_option
 def probe(
     ids: tuple[str, ...], toolchain: tuple[str, ...], all_toolchains: bool, target: str | None, record: bool, jobs: int,
@@ -59,16 +56,18 @@ def probe(
     Exit status 1: a verdict is red. 3: no probe could run here. Ctrl-C keeps what has been recorded."""
     from portattn.planning.registry import Registry, find_backends
     from portattn.tools.quirks import probe as probing
+    from portattn.tools.quirks.examples import arches_of
     from portattn.tools.quirks.probe_results import record as write
 
     if toolchain and all_toolchains:
         raise ArgumentError(OP, "--toolchain", ", ".join(toolchain), "goes without --all-toolchains")
     registry = Registry.read(find_backends(), folder) if folder else Registry.load()
     names, missing = _toolchains(toolchain, all_toolchains, registry)
-    quirks = _chosen(ids, registry)
+    named = {quirk.id: quirk for quirk in (output.quirk_of(OP, text, registry) for text in ids)}
+    quirks = list((named if ids else registry.quirks).values())
     target = registry.target(target, "none").name if target is not None else None
     if target is not None and not ids:
-        quirks = [quirk for quirk in quirks if _is_example_target(quirk, target, registry)]
+        quirks = [quirk for quirk in quirks if tuple(target.split(":")) in arches_of(quirk, registry)]
     wanted = probing.jobs(quirks, names, target, registry)
     probed: list[tuple[probing.Job, ProbeResult]] = []
     written = 0
@@ -126,19 +125,6 @@ def _toolchains(named: tuple[str, ...], everything: bool, registry: Registry) ->
     return list(dict.fromkeys(named)), []
 
 
-def _chosen(ids: tuple[str, ...], registry: Registry) -> list[Quirk]:
-    if not ids:
-        return list(registry.quirks.values())
-    found = {quirk.id: quirk for quirk in (output.quirk_of(OP, text, registry) for text in ids)}
-    return list(found.values())
-
-
-def _is_example_target(quirk: Quirk, target: str, registry: Registry) -> bool:
-    from portattn.tools.quirks.examples import arches_of
-
-    return target in [f"{backend}:{arch}" for backend, arch in arches_of(quirk, registry)]
-
-
 def _tell(results: list[ProbeResult], missing: list[str], written: int | None) -> None:
     rows = [
         (r.quirk, r.target, r.toolchain, r.off.word, r.on.word, r.verdict, r.reason if r.verdict != "confirmed" else "")
@@ -166,14 +152,12 @@ def quirks() -> None:
 
 
 @quirks.command("list")
-@click.option(
-    "--backend", type=param_types.BACKEND, metavar="NAME", help="Only this backend's, and those of every backend.",
+@param_types.options(
+    ("--backend", {"type": param_types.BACKEND, "metavar": "NAME"}, "Only this backend's, and those of every backend."),
+    ("--kind", {"type": param_types.KIND, "metavar": "workaround|limit"},
+     "Only work-arounds, or only limits of hardware and language."),
+    ("--symptom", {"type": param_types.SYMPTOM, "metavar": "WORD"}, "Only this symptom, such as wrong-result."),
 )  # fmt: skip
-@click.option(
-    "--kind", type=param_types.KIND, metavar="workaround|limit",
-    help="Only work-arounds, or only limits of hardware and language.",
-)  # fmt: skip
-@click.option("--symptom", type=param_types.SYMPTOM, metavar="WORD", help="Only this symptom, such as wrong-result.")
 @output.target_option("Only those that can apply on this target.", "--active-on")
 @output.toolchain_option("The compiler for --active-on; the installed one by default.")
 @output.json_option
@@ -324,11 +308,7 @@ def why(target: str, toolchain: str | None, as_json: bool) -> None:
 
 
 @quirks.command()
-@click.option(
-    "--folder",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="Quirk files to audit; portattn's own and installed packages' by default.",
-)
+@param_types.options(("--folder", FOLDER, "Quirk files to audit; portattn's own and installed packages' by default."))
 @click.option("--today", type=click.DateTime(["%Y-%m-%d"]), help="The day that review dates are compared with.")
 @output.json_option
 def audit(folder: Path | None, today: datetime.datetime | None, as_json: bool) -> None:

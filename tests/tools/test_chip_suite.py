@@ -109,17 +109,16 @@ def test_a_worker_that_dies(script: ModuleType, pytester: pytest.Pytester, capfd
     assert "no process has collected a test" in capfd.readouterr().err
 
 
-def test_a_file_that_cannot_be_collected_fails_the_run_alone(script, pytester, capfd):
+def test_a_file_that_cannot_be_collected_fails_the_run_alone_and_nothing_selected_is_no_success(
+    script, pytester, capfd
+):
+    assert script.main(["--out", "none", "--jobs", "1", "--", "-k", "no_such_test"]) == 2
+    assert "no test is selected" in capfd.readouterr().err
     pytester.makepyfile(test_broken="import pathlib\n\nassert pathlib.Path('mended').exists()\n")
     assert script.main(["--out", "out", "--jobs", "1", "--", "test_broken.py"]) in (1, 3)
     assert "NOT COLLECTED test_broken.py" in capfd.readouterr().out
     (pytester.path / "mended").touch()
     assert script.main(["--out", "out", "--jobs", "1"]) == 0
-
-
-def test_nothing_selected_is_no_success(script: ModuleType, capfd: pytest.CaptureFixture[str]) -> None:
-    assert script.main(["--out", "out", "--jobs", "1", "--", "-k", "no_such_test"]) == 2
-    assert "no test is selected" in capfd.readouterr().err
 
 
 def test_when_time_is_over_or_pytest_ends_early(script, pytester, monkeypatch, capfd):
@@ -209,31 +208,23 @@ def test_each_run_again_keeps_what_the_one_before_found(script: ModuleType, pyte
     assert [one["file"] for one in script.reported(file.parent)] == [str(file)]
 
 
-def test_one_run_at_a_time(script: ModuleType, pytester: pytest.Pytester, capfd: pytest.CaptureFixture[str]) -> None:
-    pytester.mkdir("out")
-    with filelock.FileLock(pytester.path / "out" / ".lock"):
-        assert script.main(["--out", "out"]) == 2
-    assert "another run is writing there" in capfd.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--triton", "nothing"], "no folder triton/"), (["--report"], "no such folder"),
-        (["--seconds", "-1"], "neither may be below 0"),
+        (["--triton", "nothing"], "no folder triton/"), (["--report", "--out", "nowhere"], "no such folder"),
+        (["--seconds", "-1"], "neither may be below 0"), ([], "another run is writing there"),
     ],
 )  # fmt: skip
-def test_bad_words(script: ModuleType, capfd: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
-    assert script.main(["--out", "nowhere", *words]) == 2
+def test_bad_words_and_one_run_at_a_time(script, pytester, capfd, words: list[str], said: str) -> None:
+    pytester.mkdir("out")
+    with filelock.FileLock(pytester.path / "out" / ".lock"):
+        assert script.main(["--out", "out", *words]) == 2
     assert said in capfd.readouterr().err
 
 
-def test_another_triton_comes_first(script: ModuleType, pytester: pytest.Pytester) -> None:
+def test_another_triton_comes_first_and_gpus_are_those_that_the_user_chose(script, pytester) -> None:
     pytester.mkpydir("triton")
     assert script.environment_of(pytester.path)["PYTHONPATH"].split(os.pathsep)[0] == str(pytester.path)
-
-
-def test_gpus_that_the_user_chose(script: ModuleType) -> None:
     assert script.visible(None, 3) == script.visible("", 3) == ["0", "1", "2"]
     assert script.visible("GPU-aa, GPU-bb", 2) == ["GPU-aa", "GPU-bb"]
 

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -76,9 +75,6 @@ def made(tmp_path):
     return sorted(path.name for path in (tmp_path / "engines").iterdir() if not path.name.endswith(".lock"))
 
 
-Capture = pytest.CaptureFixture[str]
-
-
 def test_made_once(script, tmp_path, capfd):
     listed(script)
     assert script.main(["list"]) == 0
@@ -101,8 +97,7 @@ def test_made_once(script, tmp_path, capfd):
     assert json.loads(capfd.readouterr().out)["engines"] == {"toy-1.0": "outdated: its list has changed"}
     assert script.main(["make", "toy==1.0"]) == 0
     assert (folder / script.MARKER).stat().st_mtime_ns != before
-    assert script.main(["remove", "toy-1.0"]) == 0
-    assert made(tmp_path) == []
+    assert (script.main(["remove", "toy-1.0"]), made(tmp_path)) == (0, [])
     assert script.main(["remove", "toy-1.0"]) == script.BAD
 
 
@@ -178,8 +173,7 @@ def test_bad_input(script, capfd):
 @pytest.mark.parametrize("kill", [signal.SIGTERM, signal.SIGKILL])
 def test_ended_while_making(script, tmp_path, capfd, kill):
     listed(script, head="#: try import time; time.sleep(8)")
-    code = f"import sys; from pathlib import Path; sys.path.insert(0, {str(SCRIPT.parent)!r}); "
-    code += "import engine_env; "
+    code = f"import sys; from pathlib import Path; sys.path.insert(0, {str(SCRIPT.parent)!r}); import engine_env; "
     code += f"engine_env.LISTS = Path({str(script.LISTS)!r}); sys.exit(engine_env.main(['make', 'toy==1.0']))"
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
     for line in process.stderr:
@@ -222,18 +216,15 @@ def test_ended_while_testing(script, capfd, monkeypatch):
 def test_newest_and_every_list(script, capfd, monkeypatch):
     for version in ("0.9", "0.10", "0.10.1"):
         listed(script, version)
-    assert script.main(["list", "--newest"]) == 0
-    assert capfd.readouterr().out == "toy==0.10.1\n"
+    assert (script.main(["list", "--newest"]), capfd.readouterr().out) == (0, "toy==0.10.1\n")
     monkeypatch.setattr(script, "LISTS", ROOT / "tests" / "engines" / "requirements")
     assert script.known()
-    for name in script.known():
-        assert "torch==2.13.0" in script.recipe(name).packages
-        assert "triton==3.6.0" in script.recipe(name).packages
+    assert all({"torch==2.13.0", "triton==3.6.0"} <= set(script.recipe(name).packages) for name in script.known())
 
 
-def make_engines(engines, tmp_path, seconds):
+def make_engines(engines, tmp_path):
     command = ["make", "--no-print-directory", "engines", "VENV=", f"PYTHON={sys.executable}", f"ENGINES={engines}",
-               f"ENGINE_SECONDS={seconds}"]  # fmt: skip
+               "ENGINE_SECONDS=0.01"]  # fmt: skip
     environment = {**os.environ, "ENGINES_HOME": str(tmp_path)}
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, check=False)
 
@@ -242,11 +233,10 @@ def make_engines(engines, tmp_path, seconds):
 def test_make_engines(tmp_path):
     """An engine whose environment cannot be made is named. A run that tests nothing fails, and so does a wrong name."""
     newest = "vllm==0.33.0"
-    done: Callable[[str], subprocess.CompletedProcess[str]] = lambda name: make_engines(name, tmp_path, "0.01")  # noqa: E731
-    without = done(newest)
+    without = make_engines(newest, tmp_path)
     assert without.returncode != 0
     assert f"no environment could be made, and no test was run, of: {newest}" in without.stderr
     assert "engines: nothing was tested" in without.stderr
-    wrong = done("absent==1.0")
+    wrong = make_engines("absent==1.0", tmp_path)
     assert wrong.returncode != 0
     assert "there is no list of its packages" in wrong.stderr

@@ -41,12 +41,9 @@ def test_a_variant_says_what_the_names_in_its_schedules_mean(variant, schedules)
     tuning = Registry.load().tuning(SM_90)
     for entry in tuning.entry:
         assert entry.kernel != variant.name or set(entry.flags) <= set(variant.legend)
-
-
-def test_the_forwards_page_has_every_name() -> None:
-    page = (ROOT / "docs" / "performance" / "hopper-forward.md").read_text(encoding="utf-8")
-    forward = next(variant for variant in VARIANTS if variant.name == "gluon_forward")
-    assert [name for name in forward.legend if f"`{name}`" not in page] == []
+    if variant.name == "gluon_forward":
+        page = (ROOT / "docs" / "performance" / "hopper-forward.md").read_text(encoding="utf-8")
+        assert [name for name in variant.legend if f"`{name}`" not in page] == []
 
 
 def test_plans_are_followed_by_what_the_names_mean_where_that_is_asked_for_but_for_json() -> None:
@@ -64,15 +61,12 @@ def test_plans_are_followed_by_what_the_names_mean_where_that_is_asked_for_but_f
         assert "columns that heads" not in plain
 
 
-def test_plans_of_several_chips_have_it_once() -> None:
+def test_plans_of_several_chips_have_it_once_and_lines_are_no_wider_than_a_terminal() -> None:
     made = plan(dense(dtype="fp16", head_dim=64).problem, SM_90)
     assert display_text.of_plans([made, made]) == display_text.of_plans([made])
     few = msgspec.structs.replace(made, schedule={"keys": 128, "unknown": 1})
     assert display_text.of_plans([few]) == ["gluon_forward: keys: keys of a tile"]
     assert display_text.of_plans([msgspec.structs.replace(made, schedule={})]) == []
-
-
-def test_lines_are_no_wider_than_a_terminal() -> None:
     lines = display_text.of_kernels(["dense_forward", "gluon_forward", "decode_split"])
     assert lines.count(display_text.TILES) == 1
     assert max(map(len, lines)) <= display_text.COLUMNS

@@ -24,15 +24,8 @@ def test_the_commit_is_the_trees_and_new_files_make_it_dirty(tmp_path: Path) -> 
     head = git("rev-parse", "HEAD").strip()
     assert source_commit(package) == (head, False)
     (tmp_path / "notes.txt").write_text("no part of the code")
-    assert source_commit(package) == (head, False)
-    assert source_commit_text(package) == head
+    assert (source_commit(package), source_commit_text(package)) == ((head, False), head)
     (tmp_path / "quirks" / "new.toml").write_text("")
-    assert source_commit(package) == (head, True)
-    assert source_commit_text(package) == f"{head}+changes"
-
-
-def test_an_installed_package_has_no_commit(tmp_path: Path) -> None:
-    package = tmp_path / "portattn"
-    (package / "backends").mkdir(parents=True)
-    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)  # somebody else's repository
-    assert source_commit(package) == ("", False)
+    assert (source_commit(package), source_commit_text(package)) == ((head, True), f"{head}+changes")
+    (tmp_path / "inside" / "portattn" / "backends").mkdir(parents=True)  # installed into somebody else's repository
+    assert source_commit(tmp_path / "inside" / "portattn") == ("", False)

@@ -7,11 +7,8 @@ from portattn.tools.quirks import audit, examples
 from portattn.tools.tune import classes
 
 
-def test_the_type_of_ops_names_the_rows() -> None:
-    assert tuple(ROWS) == OPS
-
-
 def test_every_table_of_the_tools_has_every_op() -> None:
+    assert tuple(ROWS) == OPS
     assert set(examples.problems().usual) == set(ROWS)
     assert {problem.op for problem in audit._problems()} == set(ROWS)
     assert set(classes.groups()[1]) == set(ROWS) - set(classes.UNTUNED)

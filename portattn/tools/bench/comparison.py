@@ -15,7 +15,7 @@ from portattn.tools import run_log
 from portattn.tools.bench.cases import SETS
 from portattn.tools.bench.contenders import MINE
 from portattn.tools.bench.firstcall import FirstCall
-from portattn.tools.bench.report import Status, csv_text, document, geomean, goal_results, table
+from portattn.tools.bench.report import Status, csv_text, document, geomean, goal_results, number, table
 from portattn.tools.bench.results import Figures, Result, Row, decode
 from portattn.tools.bench.rounds import ratio
 from portattn.tools.run_log import UNREADABLE
@@ -292,15 +292,11 @@ def set_lines(found: Iterable[SetOfReleases]) -> tuple[list[str], list[list[str]
     rows = [
         [
             s.set, s.contender, s.release, f"{s.cells}/{s.of}",
-            *map(_three_digits, (s.ratio, s.least_ratio, s.of_best, s.worst)), s.worst_case,
+            *(number(value, ".3f") for value in (s.ratio, s.least_ratio, s.of_best, s.worst)), s.worst_case,
         ]
         for s in found
     ]  # fmt: skip
     return columns, rows
-
-
-def _three_digits(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}"
 
 
 def first_call_lines(

@@ -16,7 +16,7 @@ from portattn.tools.bench.cases import Case
 from portattn.tools.bench.comparison import CaseOfReleases, Comparison
 from portattn.tools.bench.contenders import MINE, OURS
 from portattn.tools.bench.peers import REFERENCES
-from portattn.tools.bench.results import Figures, Result, Row
+from portattn.tools.bench.results import Result, Row
 
 FORMATS = ("svg", "png")
 OTHER = ("#BBBBBB", ".", "-")
@@ -71,7 +71,7 @@ def lines(rows: Iterable[Row]) -> dict[str, dict[Position, float]]:
     found: dict[str, dict[Position, float]] = {}
     for row in rows:
         for figures in row.contenders:
-            value = _rate(row, figures)
+            value = figures.tbs if row.case.reads_cache else figures.tflops
             if value is None or figures.name in REFERENCES:
                 continue
             line = found.setdefault(figures.library if figures.peer else figures.name, {})
@@ -85,10 +85,6 @@ def panels(rows: Sequence[Row]) -> dict[tuple[str, int], list[Row]]:
     for row in rows:
         found.setdefault((_facet(row.case), row.case.head_dim), []).append(row)
     return found
-
-
-def _rate(row: Row, figures: Figures) -> float | None:
-    return figures.tbs if row.case.reads_cache else figures.tflops
 
 
 def _position(case: Case) -> Position:

@@ -306,9 +306,6 @@ def as_markdown(found: WorkloadResult) -> str:
 
 
 def as_csv(found: WorkloadResult) -> str:
-    columns = list(dict.fromkeys(name for row in found.rows for name, value in row.items() if _scalar(value)))
+    cells = (cell for row in found.rows for cell in row.items())
+    columns = list(dict.fromkeys(name for name, value in cells if not isinstance(value, (dict, list))))
     return csv_text(columns, [[row.get(name) for name in columns] for row in found.rows])
-
-
-def _scalar(value: object) -> bool:
-    return not isinstance(value, (dict, list))

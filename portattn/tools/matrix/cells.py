@@ -362,10 +362,10 @@ def _speed(cell: Cell) -> dict[str, Any]:
     """Return the fields `speed` and `tile`; of several compilations of one function the worst counts."""
     found: dict[str, int] = {}
     backend, _, name = cell.target.partition(":")
-    arch = Registry.load().arches[backend][name]
+    arch = Registry.load().arches.get(backend, {}).get(name)  # None: a chip of another portattn's
     for kernel in cell.kernels:
         facts: dict[str, Any] = {name: kernel.facts.get(name) for name in ("loop_instructions", "spills")}
-        facts["occupancy"] = kernel.facts.get("occupancy") or programs_a_core(kernel.facts, arch)
+        facts["occupancy"] = kernel.facts.get("occupancy") or (arch and programs_a_core(kernel.facts, arch))
         for fact, value in facts.items():
             if value:
                 name = f"{kernel.function} {fact}"

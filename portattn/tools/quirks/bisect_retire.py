@@ -200,16 +200,10 @@ def _result(
         (untested, "not tested, and between these: {}"),
     )
     return Bisection(
-        **common,  # type: ignore[arg-type]
-        monotone=not good_inside,
-        last_good_before=before,
-        first_bad=first,
-        last_bad=last,
-        first_good=after,
-        untested=untested,
-        range=",".join(parts),
+        **common, monotone=not good_inside, last_good_before=before, first_bad=first,  # type: ignore[arg-type]
+        last_bad=last, first_good=after, untested=untested, range=",".join(parts),
         says="; ".join(text.format(", ".join(names)) for names, text in said if names),
-    )
+    )  # fmt: skip
 
 
 def _with_recorded(tested: list[ToolchainResult], failures: dict[str, str]) -> list[ToolchainResult]:

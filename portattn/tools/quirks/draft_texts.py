@@ -145,8 +145,8 @@ def issue(facts: Facts, title: str, program: str, saved: str, reproduced: str) -
     elif failure.symptom == "wrong-result" or failure.stage == "launch":
         how = f"{named}, attached, on the chip itself."
     text = render_template(
-        "draft_report.jinja", title=title, tracker=tracker_of(compiler), rows=rows, symptom=_cap(failure.symptom),
-        stage=failure.stage, cause=failure.cause, how=how, program=program, reproduced=reproduced,
+        "draft_report.jinja", title=title, tracker=tracker_of(compiler), rows=rows, stage=failure.stage,
+        symptom=failure.symptom.capitalize(), cause=failure.cause, how=how, program=program, reproduced=reproduced,
         module=_without_portattn(facts, saved), expected=patterns().symptoms[failure.symptom]["expected"],
         log=excerpt(facts.log, facts.at), command=facts.command,
     )  # fmt: skip
@@ -188,10 +188,6 @@ def _fenced(text: str) -> str:
     longest = max((len(found) for found in re.findall(r"`{3,}", text)), default=2)
     fence = "`" * max(longest + 1, 3)
     return f"{fence}\n{text}\n{fence}"
-
-
-def _cap(text: str) -> str:
-    return text[:1].upper() + text[1:]
 
 
 def private(text: str) -> str:

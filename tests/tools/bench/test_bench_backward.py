@@ -154,13 +154,6 @@ def test_no_segment_is_short(rows, sizes):
     assert [piece.shape[2] for piece in gate.segments(torch.empty(1, 2, rows, 3))] == sizes
 
 
-def test_a_wrong_forward_is_refused():
-    tensors = Tensors.random(DENSE, CPU)
-    good = right(DENSE, tensors)
-    admitted = gate.admit(DENSE, tensors, {"wrong": lambda: replace(good, out=good.out * 1.2)})
-    assert admitted.refused["wrong"].startswith("out: error")
-
-
 @pytest.mark.parametrize("mistake", ["no scale", "a head of the group left out", "mask off by one"])
 def test_planted_bugs_are_refused(mistake):
     """What a backward kernel may get wrong, in gradients that are otherwise autograd's."""
@@ -182,8 +175,11 @@ def test_planted_bugs_are_refused(mistake):
     assert "is over the budget" in admitted.refused[mistake]
 
 
-def test_what_autograd_does_not_record_has_no_gradient():
+def test_a_wrong_forward_is_refused_and_what_autograd_does_not_record_has_no_gradient():
     tensors = Tensors.random(DENSE, CPU)
+    good = right(DENSE, tensors)
+    admitted = gate.admit(DENSE, tensors, {"wrong": lambda: replace(good, out=good.out * 1.2)})
+    assert admitted.refused["wrong"].startswith("out: error")
 
     def detached() -> Contender:
         plain = ours(DENSE, tensors)
@@ -324,12 +320,9 @@ def test_dropout_is_compared_under_the_contenders_own_mask():
     assert admitted.refused["another mask in the backward"].startswith("out: error")
     assert admitted.refused["drops none"] == "keeps 1.0000 of the pairs, not 0.9000"
     assert admitted.refused["keeps too few"].startswith("keeps 0.6")
-
-
-def test_dropout_of_groups_is_not_checked():
-    case = msgspec.structs.replace(GROUPED, dropout=0.1)
+    grouped = msgspec.structs.replace(GROUPED, dropout=0.1)
     with pytest.raises(ValueError, match="dense cases without groups"):
-        gate.GradientGate(case, Tensors.random(case, CPU))
+        gate.GradientGate(grouped, Tensors.random(grouped, CPU))
 
 
 def test_the_sample_is_bounded_by_pairs():
@@ -347,9 +340,8 @@ def test_the_plan_is_that_of_the_backward_where_portattn_computes_it():
     """And none where torch differentiates the forward's path, whatever another backward told before."""
     tensors = Tensors.random(DENSE, CPU)
     leaves = tensors.leaves()
-    kernels = contenders.with_gradients(leaves, {OURS: lambda: ours(DENSE, leaves, "interpreter")}, ordered=False)[
-        OURS
-    ]()
+    builds = {OURS: lambda: ours(DENSE, leaves, "interpreter")}
+    kernels = contenders.with_gradients(leaves, builds, ordered=False)[OURS]()
     assert (kernels.path, kernels.plan.problem.op) == ("interpreter", "attention_backward")
     other = right(DENSE, tensors)
     assert (other.path, other.plan) == ("", None)

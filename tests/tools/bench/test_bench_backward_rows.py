@@ -121,28 +121,21 @@ def test_the_core_is_timed_where_paths_are_not_told(monkeypatch):
 
 
 def test_goals_of_the_backward():
-    rows = []
-    for case in SETS["backward18"]:
-        rows.append(
-            made(
-                "backward18", case, figures(OURS, 1.0), figures(CORE, 1.25), figures("sdpa-cudnn", 1.1),
-                figures("flex", 1.5),
-            )
-        )  # fmt: skip
+    beside = (figures(CORE, 1.25), figures("sdpa-cudnn", 1.1), figures("flex", 1.5))
+    rows = [made("backward18", case, figures(OURS, 1.0), *beside) for case in SETS["backward18"]]
     for case in SETS["backward_more"]:
         others = [figures(UNORDERED, 0.9), figures("sdpa-flash", 1.2)] if case.deterministic else []
         rows.append(made("backward_more", case, figures(OURS, 1.0), *others, figures("sdpa-cudnn", 0.99)))
     found = {one.goal.name: one for one in goal_results(a_result(*rows)) if one.goal.name.startswith("backward")}
     assert len(found) == 9
-    assert {goal for name in ("backward18", "backward_more") for goal in found if name in found[goal].goal.sets} == set(
-        found
-    )
+    assert all({"backward18", "backward_more"} & set(one.goal.sets) for one in found.values())
     values = {name: (round(one.value, 3), one.status, one.cells) for name, one in found.items()}
-    assert (values["backward, every cell"], values["backward, geomean"]) == ((1.1, "met", 18), (1.1, "met", 18))
-    assert values["backward, portable core of cuDNN"] == (0.88, "met", 18)
-    assert values["backward, portable core of FlexAttention"] == (1.2, "met", 18)
-    assert (values["backward, GQA 8:1"], values["backward, fp32"]) == ((0.99, "missed", 2), (0.99, "missed", 4))
-    assert values["backward, deterministic in 1.15 of the other's time"] == (0.9, "met", 2)
+    assert values.items() >= {
+        "backward, every cell": (1.1, "met", 18), "backward, geomean": (1.1, "met", 18),
+        "backward, portable core of cuDNN": (0.88, "met", 18), "backward, GQA 8:1": (0.99, "missed", 2),
+        "backward, portable core of FlexAttention": (1.2, "met", 18), "backward, fp32": (0.99, "missed", 4),
+        "backward, deterministic in 1.15 of the other's time": (0.9, "met", 2),
+    }.items()  # fmt: skip
     assert {one.worst.peer for one in found.values()} == {"sdpa-cudnn", "flex", UNORDERED}
     slow = a_result(
         *(made("backward_more", c, figures(OURS, 1.2), figures(UNORDERED, 1.0)) for c in SETS["backward_more"])

@@ -11,7 +11,7 @@ from benchfakes import FakeClock, a_result, a_run, figures, made
 from tiny import shrunk
 
 from portattn.cli import main
-from portattn.tools.bench import firstcall, gate, peers, releases, results, rounds, run
+from portattn.tools.bench import firstcall, gate, peers, releases, results, rounds, run, workloads
 from portattn.tools.bench.cases import SETS
 
 
@@ -26,6 +26,7 @@ def test_help_names_every_set_and_peer():
     text = "".join(bench("--help").output.split())  # names are broken at their hyphens
     assert f"Sets:{','.join(SETS)},all." in text
     assert f"{','.join(peers.PEERS)},ornone." in text
+    assert f"(scripts/bench_sets/):{','.join(workloads.WORKLOADS)}." in text
 
 
 @pytest.mark.parametrize(

@@ -47,8 +47,7 @@ def test_figures_of_rows_that_memory_or_computing_bounds():
     # A row that is bound by computing.
     assert DENSE.flops() == 2 * 4 * 1000 * 1000 * 64
     row = made("x", DENSE, figures("portattn", DENSE.flops() / 400e9))
-    assert row.limit == "gemm"
-    assert row.figures("portattn").of_floor == pytest.approx(0.5)
+    assert (row.limit, row.figures("portattn").of_floor) == ("gemm", pytest.approx(0.5))
     assert row.figures("portattn").tbs is row.figures("portattn").ratio is None
     assert row.best_peer == ""
 

@@ -54,7 +54,11 @@ def test_a_line_that_was_cut_off_is_dropped(tmp_path):
     assert len(results.read(path).rows) == 2
 
 
-@pytest.mark.parametrize("path", sorted((DOCS / "performance").glob("*.json*")), ids=lambda path: path.name)
+# tests/testing/test_bound.py reads bound.json.
+KEPT = sorted({*(DOCS / "performance").glob("*.json*")} - {DOCS / "performance" / "bound.json"})
+
+
+@pytest.mark.parametrize("path", KEPT, ids=lambda path: path.name)
 def test_committed_results_stay_readable(path):
     if path.name.startswith("releases"):
         assert comparison.read(path).cases

@@ -53,20 +53,15 @@ def test_what_was_run_with_the_new_compiler_carries_over_and_names_that_run(rele
     assert {variant_line(one) for one in found} == {f"carries over; {level} with {toolchain}: {seen.what}"}
 
 
-def test_the_evidence_is_the_new_compilers_and_of_what_is_taken(tmp_path, monkeypatch):
+def test_the_evidence_is_the_new_compilers_and_what_it_lacks_is_tried_by_its_canaries(tmp_path, monkeypatch):
     evidence_files.plant(tmp_path, monkeypatch)
     made = upgraded("triton==3.6.0", "triton==3.7.1", "cuda:sm_90")
     assert {one.name: one.evidence and str(one.evidence) for one in made.variants} == {
         "gluon_forward": "runs with triton==3.7.1: planted by a test",
         "gluon_backward": None, "gluon_mla": None, "gluon_indexer": None,
     }  # fmt: skip
-    assert {one.evidence for one in upgraded("triton==3.6.0", "triton==3.7.0", "cuda:sm_90").variants} == {None}
-    assert {one.evidence for one in upgraded("triton==3.6.0", "triton==3.5.1", "cuda:sm_90").variants} == {None}
-
-
-def test_what_a_run_with_the_new_compiler_left_out_is_tried_by_its_canaries(tmp_path, monkeypatch):
-    evidence_files.plant(tmp_path, monkeypatch)
-    made = upgraded("triton==3.6.0", "triton==3.7.1", "cuda:sm_90")
+    for other in ("triton==3.7.0", "triton==3.5.1"):
+        assert {one.evidence for one in upgraded("triton==3.6.0", other, "cuda:sm_90").variants} == {None}
     after = {one.name: one.after for one in made.variants}
     lacking = ("gluon_backward", "gluon_mla", "gluon_indexer")
     assert after == {"gluon_forward": "run"} | dict.fromkeys(lacking, "tried")
@@ -115,12 +110,10 @@ def test_a_version_gate_refuses_with_its_quirk_and_the_core_is_what_changes():
 
 
 def test_a_variant_that_refuses_some_says_how_many(tmp_path):
-    file = quirk_files.plant(
-        tmp_path, "cuda-0901-some", 'path = "core"', 'kernels = ["gluon_forward"]\nfeatures = ["dtype=fp16"]'
-    )
+    when = 'kernels = ["gluon_forward"]\nfeatures = ["dtype=fp16"]'
+    quirk_files.plant(tmp_path, "cuda-0901-some", 'path = "core"', when)
     known = Registry.load()
     added = Registry.read(known.backends, tmp_path).quirks
-    assert str(file) == added["cuda-0901-some"].file
     new = msgspec.structs.replace(known, quirks=known.quirks | added)
     made = upgraded("triton==3.6.0", "triton==3.6.0", "cuda:sm_90", new=new)
     forward = next(one for one in made.variants if one.name == "gluon_forward")
@@ -243,19 +236,14 @@ def test_pages_with_figures_are_listed_with_the_compiler_that_they_name():
             named[page.relative_to(ROOT).as_posix()] = {f"triton=={found[1]}"}
     compared = json.loads((DOCS / "performance" / "releases.json").read_text(encoding="utf-8"))["releases"]
     named[COMPARED] = {one["toolchain"] for one in compared}
-    named["docs/performance.md"] |= _releases_of_small()
+    text = (DOCS / "performance.md").read_text(encoding="utf-8")
+    small = text.partition("\n## Small problems of float32\n")[2].partition("\n## ")[0]  # it names more than one
+    named["docs/performance.md"] |= {f"triton=={release}" for release in re.findall(r"\b3\.\d+\.\d+\b", small)}
     assert len(named) >= 5
     listed = {}
     for one in read_published_results():
         listed.setdefault(one.page, set()).add(one.toolchain)
     assert named == listed
-
-
-def _releases_of_small():
-    """The releases that the section of small problems has figures of: it names more than one."""
-    text = (DOCS / "performance.md").read_text(encoding="utf-8")
-    section = text.partition("\n## Small problems of float32\n")[2].partition("\n## ")[0]
-    return {f"triton=={release}" for release in re.findall(r"\b3\.\d+\.\d+\b", section)}
 
 
 @pytest.mark.parametrize(

@@ -58,8 +58,7 @@ def plant(folder: Path, names: tuple[str, ...] = linalg_tools.LLVM) -> Path:
 
 
 def test_programs_of_the_machine_are_found(bare: Path, tmp_path: Path) -> None:
-    assert linalg_tools.missing(tmp_path) == list(linalg_tools.LLVM)
-    assert linalg_tools.tools(tmp_path) == {}
+    assert (linalg_tools.missing(tmp_path), linalg_tools.tools(tmp_path)) == (list(linalg_tools.LLVM), {})
     for name in ("llc-19", "mlir-opt-19", "mlir-translate-19", "gcc"):
         (bare / name).write_text(TOOL)
         (bare / name).chmod(0o755)

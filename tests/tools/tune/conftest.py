@@ -69,8 +69,7 @@ def search(target) -> Callable[..., tuple[Outcome, list[Record]]]:
             torch.device("cpu") if timed else None, (clock or FakeClock()) if timed else None,
             make=lambda name: NoWorker(),
         )  # fmt: skip
-        outcomes = tuner.run([of], lambda one, outcome: None)
-        return outcomes[0], records
+        return tuner.run([of], lambda one, outcome: None)[0], records
 
     return run
 

@@ -9,7 +9,7 @@ from faketunable import SMALL, FakeClock, FakeTunable, Made, NoWorker
 
 from portattn.cli import main
 from portattn.planning.data_files import load_tuning
-from portattn.planning.registry import Registry
+from portattn.planning.registry import Registry, parse_target
 from portattn.schema.tuning import Entry, Tuning
 from portattn.tools import lab
 from portattn.tools.tune.log import read
@@ -71,7 +71,7 @@ def test_compiling_only_keeps_what_compiles(tmp_path, monkeypatch, planted, here
         common += ("--compile-only",)
         monkeypatch.setattr("portattn.cli.tune._device", lambda where: pytest.fail("a device is looked for"))
     else:
-        monkeypatch.setattr("portattn.planning.registry.devices", list)
+        monkeypatch.setattr("portattn.planning.registry.devices", lambda: (parse_target("cpu:generic"),))
     called = tune("--target", "cuda:sm_90", *common, "--out", str(tmp_path), "--json", exits=0)
     told = json.loads(called.stdout)
     assert (told["written"], told["out"], told["red"]) == ([], None, [])
@@ -87,8 +87,9 @@ def test_compiling_only_keeps_what_compiles(tmp_path, monkeypatch, planted, here
 def device(monkeypatch: pytest.MonkeyPatch):
     """A device that is the CPU, a fake kernel and clock: returns the function that sets the kernel's candidates."""
     monkeypatch.setattr("portattn.cli.tune._device", lambda where: torch.device("cpu"))
-    monkeypatch.setattr("portattn.tools.tune.race.DeviceSampleClock", FakeClock)
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a chip")
+    monkeypatch.setattr("portattn.tools.tune.race.DeviceSampleClock", lambda device_type: FakeClock())
+    monkeypatch.setattr("portattn.tools.tune.records.timed_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr("portattn.tools.tune.records.chip_name", lambda device: "a chip")
     monkeypatch.setattr(lab, "worker", lambda name: NoWorker())
 
     def plant(made: dict[int, Made]) -> FakeTunable:
@@ -151,14 +152,12 @@ def test_an_interrupted_run_goes_on(tmp_path, device):
     tunable.__class__ = Interrupted
     arguments = (*WHERE, "--problem", SMALL, "--problem", WIDE, "--out", str(tmp_path))
     assert "--resume goes on" in tune(*arguments, exits=130).stderr
-    half = load_tuning(tmp_path / "sm_90.toml", "cuda")
-    assert len(new(half)) == 1
+    assert len(new(load_tuning(tmp_path / "sm_90.toml", "cuda"))) == 1
     tunable.over = True
     tunable.started.clear()
     called = tune(*arguments, "--resume", "--json", exits=0)
     assert [one["choice"]["launch"]["block_n"] for one in json.loads(called.stdout)["classes"]] == [32, 32]
-    whole = load_tuning(tmp_path / "sm_90.toml", "cuda")
-    assert len(new(whole)) == 2
+    assert len(new(load_tuning(tmp_path / "sm_90.toml", "cuda"))) == 2
     assert len([r for r in read(tmp_path / "sm_90.jsonl") if isinstance(r, Outcome)]) == 2
     refused = tune(*WHERE, "--problem", SMALL, "--out", str(tmp_path), "--resume", exits=2)
     assert "it was begun with another classes" in refused.stderr

@@ -21,7 +21,7 @@ def core(target: Target, name: str):
     return next(one for one in tunables(target) if one.name == name)
 
 
-def test_a_candidate_is_planned_as_its_entry_would_be(target):
+def test_a_candidate_is_planned_as_its_entry_would_be_and_what_no_core_kernel_takes_is_not_built(target):
     problem = workload(parse(WIDE)).problem
     asked = Choice(launch={"block_m": 128, "block_n": 32, "num_warps": 8}, lowering={"load": "descriptor"})
     made = plan_choice("dense_forward", problem, asked, target)
@@ -29,31 +29,23 @@ def test_a_candidate_is_planned_as_its_entry_would_be(target):
     assert (made.path, launch.block_m, launch.block_n, launch.num_warps, lowering.load) == (
         "triton", 128, 32, 8, "descriptor",
     )  # fmt: skip
+    with pytest.raises(NotBuilt, match="compiles nothing for cuda"):
+        plan_choice("dense_forward", problem, Choice(), parse_target("cuda:sm_90", "triton-ascend==3.2.0"))
 
 
-def test_limits_and_quirks_act_on_candidates_so_some_are_twins(target):
+def test_limits_act_on_candidates_so_some_are_twins_and_a_split_over_keys_is_part_of_one(target):
     """Queries of 20 rows take no tile of 128: both candidates are one of 32."""
     problem = workload(parse(SMALL)).problem
     tunable = core(target, "dense_forward")
     tall, low = (Choice(launch={"block_m": rows, "block_n": 64}) for rows in (128, 64))
     assert tunable.build(problem, tall, target).identity == tunable.build(problem, low, target).identity
     assert tunable.build(problem, choice(32), target).identity != tunable.build(problem, low, target).identity
-
-
-def test_the_split_over_keys_is_part_of_a_candidate_and_not_of_its_code(target):
     problem = workload(parse("decode_attention q=1,32,1,128 kv=1,8,8192,128")).problem
     tunable = core(target, "decode_split")
     one, four = (
         tunable.build(problem, Choice(launch={"block_m": 16, "block_n": 64}, occupancy=n), target) for n in (1, 4)
     )
     assert one.identity != four.identity
-
-
-def test_what_no_core_kernel_takes_is_not_built():
-    refused = parse_target("cuda:sm_90", "triton-ascend==3.2.0")
-    problem = workload(parse(WIDE)).problem
-    with pytest.raises(NotBuilt, match="compiles nothing for cuda"):
-        plan_choice("dense_forward", problem, Choice(), refused)
 
 
 def test_programs_a_core(target):

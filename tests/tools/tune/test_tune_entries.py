@@ -23,8 +23,6 @@ from portattn.tools.tune.run import tunables
 from portattn.tools.tune.tunable import Choice
 
 TIMES = Times(least=10.0, median=12.3456, most=20.0)
-
-
 NEW = choice(128)
 TRITON = Toolchain.parse("triton==3.6.0")
 
@@ -185,15 +183,9 @@ def test_beside_what_was_timed_with_another_build(tmp_path, class_with, tunable,
     assert found == [128, 64]
 
 
-def test_a_version_that_is_spelt_otherwise_is_the_same(class_with, tunable):
-    assert class_with(Toolchain.parse("triton==3.6"), tunable).timed_with == ""
-
-
-def test_another_compiler_has_a_range_of_its_own(class_with, tunable):
+def test_another_compiler_has_a_range_of_its_own_and_what_no_reader_would_take_is_told(class_with, tunable):
+    assert class_with(Toolchain.parse("triton==3.6"), tunable).timed_with == "", "spelt otherwise it is the same"
     assert class_with(Toolchain.parse("triton-ascend==3.2.0"), tunable).toolchain == {"triton-ascend": ">=0"}
-
-
-def test_what_no_reader_would_take_is_told_before_anything_is_timed(class_with, tunable):
     with pytest.raises(ArgumentError, match=r"--toolchain is 'unowned==0'.*'unowned' is unknown"):
         class_with(Toolchain(distribution="unowned", version="0"), tunable)
     with pytest.raises(ArgumentError, match="that leaves it out"):
@@ -224,10 +216,8 @@ def test_what_was_only_compiled_says_so(tmp_path, class_of, tunable, origin):
     assert TuningFile(path, None, made, "cuda").put(of, outcome(of, measured=False))
     tuning = load_tuning(path, "cuda")
     (entry,) = tuning.entry
-    assert not entry.timed
-    assert not tuning.measured(entry)
+    assert (entry.timed, tuning.measured(entry), tuning.provenance.measured) == (False, False, False)
     assert tuning.source(entry).registers == 168
-    assert not tuning.provenance.measured
 
 
 def test_a_choice_by_bounds_is_never_taken_for_a_timed_one(tmp_path, class_of, tunable, origin):
@@ -254,6 +244,11 @@ def test_what_no_reader_takes_is_not_written(tmp_path, base, class_of, tunable, 
         TuningFile(path, base, origin(of.name), "cuda").put(of, bad)
     assert path.read_text() == base
     assert [one.name for one in tmp_path.iterdir() if "sm_90" in one.name and one.suffix != ".lock"] == ["sm_90.toml"]
+    file = TuningFile(path, base, origin(of.name), "cuda")
+    path.write_text("[[entry")
+    with pytest.raises(DataError, match="is no TOML"):
+        file.put(of, outcome(of))
+    assert path.read_text() == "[[entry", "a file that was broken meanwhile stays"
 
 
 WIDE = SMALL.replace(",16 ", ",128 ")
@@ -297,15 +292,6 @@ def test_runs_try_what_they_write_in_files_of_their_own(tmp_path, base, class_of
     assert file.put(of, outcome(of, choice(32)))
     assert len({*tried}) == 2
     assert not any(path.exists() for path in tried)
-
-
-def test_a_file_that_was_broken_meanwhile_stays(tmp_path, base, class_of, tunable, origin):
-    path, of = tmp_path / "sm_90.toml", class_of(tunable)
-    file = TuningFile(path, base, origin(of.name), "cuda")
-    path.write_text("[[entry")
-    with pytest.raises(DataError, match="is no TOML"):
-        file.put(of, outcome(of))
-    assert path.read_text() == "[[entry"
 
 
 def test_a_variants_entry_has_flags_and_no_glob_finds_it(tmp_path, base, class_of, target, origin):

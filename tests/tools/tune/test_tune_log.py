@@ -34,6 +34,8 @@ def test_lines_come_back_and_a_cut_one_is_left_out(tmp_path, origin):
     with TuneLog(path) as log:
         log.resume(origin(NAME))
         log.append(records[-1])
+        with pytest.raises(ArgumentError, match="another run is writing there"):
+            TuneLog(path)
     assert path.read_bytes() == whole
 
 
@@ -65,34 +67,26 @@ def test_another_runs_log_is_not_gone_on_with(tmp_path, origin, changes):
     assert path.read_bytes() == before
 
 
-def test_two_runs_do_not_write_one_log(tmp_path):
-    with TuneLog(tmp_path / "log.jsonl"), pytest.raises(ArgumentError, match="another run is writing there"):
-        TuneLog(tmp_path / "log.jsonl")
-
-
 def test_broken_lines_are_named(tmp_path, origin):
     path = tmp_path / "log.jsonl"
     with TuneLog(path) as log:
         log.begin(origin(NAME))
-    path.write_bytes(path.read_bytes() + b'{"kind": "candidate"}\n')
-    with pytest.raises(DataError, match=r"log\.jsonl:2: not a line"):
-        read(path)
-    path.write_bytes(msgspec.json.encode(msgspec.structs.replace(origin(NAME), schema=7)) + b"\n")
-    with pytest.raises(DataError, match="schema version 7"):
-        read(path)
-    path.write_bytes(b"")
-    with pytest.raises(DataError, match="first line"):
-        read(path)
+    for data, said in (
+        (path.read_bytes() + b'{"kind": "candidate"}\n', r"log\.jsonl:2: not a line"), (b"", "first line"),
+        (msgspec.json.encode(msgspec.structs.replace(origin(NAME), schema=7)) + b"\n", "schema version 7"),
+    ):  # fmt: skip
+        path.write_bytes(data)
+        with pytest.raises(DataError, match=said):
+            read(path)
 
 
 def test_what_was_being_tried_when_the_process_ended_is_to_blame(origin):
     trying = Trying(name=NAME, problem="p", choice="k")
-    assert History([origin(NAME), trying]).fatal == {("p", "k")}
-    assert History([origin(NAME), trying, trying]).fatal == {("p", "k")}
-    assert History([origin(NAME), trying, candidate()]).fatal == set()
-    assert History([origin(NAME), trying, Interruption()]).fatal == set()
-    broke = candidate(32, "broke")
-    assert History([origin(NAME), broke]).fatal == {("p", choice(32).key)}
+    for records, fatal in (
+        ([trying], {("p", "k")}), ([trying, trying], {("p", "k")}), ([trying, candidate()], set()),
+        ([trying, Interruption()], set()), ([candidate(32, "broke")], {("p", choice(32).key)}),
+    ):  # fmt: skip
+        assert History([origin(NAME), *records]).fatal == fatal
 
 
 def test_the_table_has_the_last_word_on_each_the_fastest_first(origin):

@@ -9,6 +9,8 @@ from portattn.tools.tune.run import TuneOptions
 class SlowHost:
     """A device clock with which a launch seems to take `launched_ms`, and a replay `device_ms`."""
 
+    has_graphs = True
+
     def __init__(self, launched_ms: float, device_ms: float) -> None:
         self.launched_ms, self.device_ms, self.captured = launched_ms, device_ms, 0
 
@@ -43,12 +45,9 @@ def test_what_the_host_takes_to_launch_is_not_what_is_timed(launched: float) -> 
     for thorough in (False, True, True):
         assert clock.samples(run, "hot", thorough) == [pytest.approx(90.0)] * (3 if thorough else 2)
     assert inner.captured == 1, "a graph is kept for its turns"
-
-
-def test_long_calls_are_launched() -> None:
-    inner = SlowHost(12.0, 0.09)
-    assert clock_of(inner).samples(lambda: None, "hot", True) == [pytest.approx(12000.0)] * 3
-    assert inner.captured == 0
+    long = SlowHost(12.0, 0.09)
+    assert clock_of(long).samples(lambda: None, "hot", True) == [pytest.approx(12000.0)] * 3
+    assert long.captured == 0, "long calls are launched"
 
 
 def times(*rounds: float) -> Times:
@@ -71,10 +70,7 @@ def test_one_disturbed_round_does_not_keep_todays_choice(rounds: tuple[float, ..
     assert replaces(ratio, noise) is chosen
 
 
-def test_the_default_number_of_rounds_is_enough_to_leave_one_out() -> None:
-    assert TuneOptions().rounds >= TRIMMED
-
-
 def test_the_noise_is_half_of_the_spread_without_the_farthest() -> None:
+    assert TuneOptions().rounds >= TRIMMED, "by default there are enough to leave one out"
     ratio, noise = against([times(97.0, 97.0, 97.0, 95.0, 99.0, 80.0)], [times(*[100.0] * 6)])
     assert (ratio, noise) == (pytest.approx(0.97), pytest.approx(0.02))

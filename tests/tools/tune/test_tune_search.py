@@ -24,8 +24,7 @@ def test_the_fastest_replaces_the_incumbent(class_of, search):
     tunable = FakeTunable({64: Made(100.0), 32: Made(80.0), 128: Made(90.0)})
     outcome, records = search(tunable, class_of(tunable))
     assert (outcome.choice, outcome.incumbent) == (choice(32), choice(64))
-    assert outcome.replaces
-    assert outcome.measured
+    assert (outcome.replaces, outcome.measured) == (True, True)
     assert (outcome.ratio, outcome.runner_up) == (pytest.approx(0.8), choice(128))
     (result,) = outcome.results
     assert (result.times.least, result.times.median) == (pytest.approx(80.0), pytest.approx(80.4))
@@ -57,15 +56,13 @@ def test_what_is_wrong_is_never_timed_and_never_chosen(class_of, search, behavio
 def test_what_goes_wrong_while_it_is_timed_is_not_chosen(class_of, search, us, behaviour):
     tunable = FakeTunable({64: Made(100.0), 32: Made(us, behaviour), 128: Made(90.0)})
     outcome, records = search(tunable, class_of(tunable))
-    assert outcome.choice == choice(128)
-    assert verdicts(records)[32][-1] == "wrong"
+    assert (outcome.choice, verdicts(records)[32][-1]) == (choice(128), "wrong")
 
 
 def test_within_the_noise_the_incumbent_stays(class_of, search):
     tunable = FakeTunable({64: Made(100.0), 32: Made(100.0 * (1 - race.NOISE / 2))})
     outcome, records = search(tunable, class_of(tunable))
-    assert outcome.choice == choice(64)
-    assert not outcome.replaces
+    assert (outcome.choice, outcome.replaces) == (choice(64), False)
     assert {n: words[-1] for n, words in verdicts(records).items()} == {64: "kept", 32: "within noise"}
 
 
@@ -83,12 +80,9 @@ def test_the_clearly_slower_are_abandoned_after_a_probe(class_of, search):
     tunable = FakeTunable({64: Made(100.0), 32: Made(100.0 * race.ABANDON + 1), 128: Made(110.0)})
     clock = FakeClock()
     _, records = search(tunable, class_of(tunable), clock=clock, rounds=3)
-    assert verdicts(records)[32] == ["slower", "abandoned"]
-    assert clock.thorough.count(False) == 3
+    assert (verdicts(records)[32], clock.thorough.count(False)) == (["slower", "abandoned"], 3)
     assert clock.thorough.count(True) == 2 * (3 + 1)
-
-
-def test_only_so_many_finalists_take_turns(class_of, search):
+    # Only so many finalists take turns.
     tunable = FakeTunable({64: Made(100.0)} | {n: Made(100.0 + i) for i, n in enumerate((1, 2, 4, 8, 16, 32, 128))})
     clock = FakeClock()
     search(tunable, class_of(tunable), clock=clock, rounds=1)
@@ -120,9 +114,7 @@ def test_compiling_rules_out_before_the_device_is_asked(class_of, search):
 def test_twins_and_what_the_planner_refuses_are_left_out(class_of, search):
     tunable = FakeTunable({64: Made(100.0), 1: Made(90.0, "twin"), 2: Made(90.0, "twin"), 4: Made(1.0, "refused")})
     outcome, records = search(tunable, class_of(tunable))
-    assert outcome.choice == choice(1)
-    assert verdicts(records)[2] == ["twin"]
-    assert verdicts(records)[4] == ["refused"]
+    assert (outcome.choice, verdicts(records)[2], verdicts(records)[4]) == (choice(1), ["twin"], ["refused"])
 
 
 def test_a_choice_for_several_problems_is_the_best_on_average_and_right_on_all(class_of, search):
@@ -145,8 +137,7 @@ def test_without_a_device_the_incumbent_stays_if_it_compiles(class_of, search):
     tunable = FakeTunable({64: Made(), 128: Made()})
     outcome, records = search(tunable, class_of(tunable), timed=False)
     assert (outcome.choice, outcome.replaces, outcome.measured) == (choice(64), False, False)
-    assert verdicts(records) == {64: ["kept"], 128: ["compiles"]}
-    assert tunable.started == []
+    assert (verdicts(records), tunable.started) == ({64: ["kept"], 128: ["compiles"]}, [])
 
 
 NOT_TIMED = TIMED.replace("NVIDIA H200", "H100, not present").replace("true", "false")
@@ -195,14 +186,7 @@ def test_a_budget_that_is_spent_leaves_the_rest_and_says_so(class_of, search):
     assert "not reached" in verdicts(records)[32]
 
 
-def test_out_of_memory_ends_the_class_and_not_the_run(class_of, search):
-    tunable = FakeTunable({64: Made(100.0, "out of memory")})
-    outcome, _ = search(tunable, class_of(tunable))
-    assert outcome.choice is None
-    assert outcome.reason.startswith("out of memory")
-
-
-def test_what_an_interrupted_run_compiled_is_not_compiled_again(class_of, search):
+def test_what_an_interrupted_run_compiled_is_not_compiled_again_and_what_ended_it_not_tried(class_of, search):
     tunable = FakeTunable({64: Made(100.0), 32: Made(80.0)})
     of = class_of(tunable)
     first, records = search(tunable, of)
@@ -211,27 +195,26 @@ def test_what_an_interrupted_run_compiled_is_not_compiled_again(class_of, search
     tunable.compiled.clear()
     again, _ = search(tunable, of, history=History(codes))
     assert (tunable.compiled, again.choice) == ([], first.choice)
-
-
-def test_what_ended_the_process_is_not_tried_again(class_of, search):
     tunable = FakeTunable({64: Made(100.0), 32: Made(1.0), 128: Made(90.0)})
     of = class_of(tunable)
     history = History([Trying(name=of.name, problem=SMALL, choice=choice(32).key)])
     outcome, records = search(tunable, of, history=history)
-    assert outcome.choice == choice(128)
-    assert verdicts(records)[32] == ["broke"]
-    assert 32 not in tunable.started
+    assert (outcome.choice, verdicts(records)[32], 32 in tunable.started) == (choice(128), ["broke"], False)
 
 
 def test_what_only_the_device_shows_not_to_fit_is_no_fault(class_of, search):
     """A candidate that no child compiles, as a variant's may be, is ruled out when it is first run."""
     tunable = FakeTunable({64: Made(100.0), 32: Made(1.0, "too large")})
     outcome, records = search(tunable, class_of(tunable))
-    assert verdicts(records)[32] == ["ruled out"]
-    assert red(records, {outcome.name: outcome}) == []
+    assert (verdicts(records)[32], red(records, {outcome.name: outcome})) == (["ruled out"], [])
 
 
-def test_a_device_that_is_lost_ends_the_run(class_of, search, monkeypatch):
+def test_out_of_memory_ends_the_class_and_a_device_that_is_lost_the_run(class_of, search, monkeypatch):
+    tunable = FakeTunable({64: Made(100.0, "out of memory")})
+    outcome, _ = search(tunable, class_of(tunable))
+    assert outcome.choice is None
+    assert outcome.reason.startswith("out of memory")
+
     def synchronize(device):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
@@ -243,6 +226,8 @@ def test_a_device_that_is_lost_ends_the_run(class_of, search, monkeypatch):
 
 class Stopwatch:
     """A benchmark clock that says what a call takes, and how it was asked."""
+
+    has_graphs = True
 
     def __init__(self, ms: float) -> None:
         self.ms, self.turns, self.graphs = ms, [], 0

@@ -18,7 +18,8 @@ SHIPPED = [
 
 
 @pytest.mark.parametrize(("name", "tuning"), SHIPPED, ids=[name for name, _ in SHIPPED])
-def test_every_entry_is_measured_with_provenance_or_marked(name, tuning):
+def test_every_entry_is_measured_with_provenance_or_marked_and_excludes_nothing_that_it_asks_for(name, tuning):
+    """`featured` is whatever is done to every score, a window too."""
     for entry in tuning.entry:
         source = tuning.source(entry)
         assert source.toolchain.count("==") == 1, entry
@@ -33,12 +34,11 @@ def test_every_entry_is_measured_with_provenance_or_marked(name, tuning):
             assert all(figure.us and figure.error is not None for figure in source.figures)
         if isinstance(source, Source) and not source.measured:
             assert not any(figure.us for figure in source.figures)
-
-
-def test_a_file_that_was_never_timed_has_no_timed_entry():
-    for name, tuning in SHIPPED:
-        if "not present" in tuning.provenance.chip:
-            assert not tuning.provenance.measured, name
+        asked = set(entry.when)
+        both = [word for word in asked if f"!{word}" in asked]
+        both += [word for word in EVERY_SCORE if word in asked and "!featured" in asked]
+        assert both == [], f"{name}: {entry.kernel} {entry.when} is never used"
+    assert not (tuning.provenance.measured and "not present" in tuning.provenance.chip), name
 
 
 ENTRY = f"""{TIMED}
@@ -64,15 +64,4 @@ def test_a_claim_to_have_measured_needs_figures(tmp_path):
     assert tuning.measured(tuning.entry[0])
     assert not tuning.measured(msgspec.structs.replace(tuning.entry[0], timed=False))
     path.write_text(ENTRY.replace("measured = true", "measured = false"))
-    tuning = load_tuning(path, "cuda")
-    assert not tuning.measured(tuning.entry[0])
-
-
-@pytest.mark.parametrize(("name", "tuning"), SHIPPED, ids=[name for name, _ in SHIPPED])
-def test_no_entry_asks_for_what_excludes_each_other(name, tuning):
-    """Such an entry is never used. `featured` is whatever is done to every score, a window too."""
-    for entry in tuning.entry:
-        asked = set(entry.when)
-        both = [word for word in asked if f"!{word}" in asked]
-        both += [word for word in EVERY_SCORE if word in asked and "!featured" in asked]
-        assert both == [], f"{name}: {entry.kernel} {entry.when}"
+    assert not (tuning := load_tuning(path, "cuda")).measured(tuning.entry[0])

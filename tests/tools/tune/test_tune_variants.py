@@ -66,12 +66,14 @@ def test_schedules_of_gradients_add_dq_in_parts_or_leave_it_to_a_kernel_of_its_o
         tunable.build(problem, Choice(flags={**found[0], "messages": 0, "late": True}), target)
 
 
-def test_repeatable_gradients_are_not_searched(target):
+def test_a_schedule_of_two_problems_is_not_one_candidate_and_repeatable_gradients_have_none(target):
     """Their schedule is made of the other's: what is not repeatable must not be timed for them."""
     tunable, problem = BackwardTunable(), workload(parse(GRADIENTS.format(dim=64, dtype="bf16"))).problem
     today = tunable.today(problem, target)
     with pytest.raises(NotBuilt, match="same bits"):
         tunable.build(msgspec.structs.replace(problem, deterministic=True), today, target)
+    other = msgspec.structs.replace(problem, causal="none")
+    assert tunable.build(problem, today, target).identity != tunable.build(other, today, target).identity
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "grad_out"])
@@ -90,13 +92,6 @@ def test_what_is_broadcast_is_copied_for_a_candidate(target, monkeypatch, name):
     launch({each: getattr(call, each) for each in ("q", "k", "v", "grad_out")})
     assert seen
     assert 0 not in seen[0]
-
-
-def test_the_same_schedule_of_two_problems_is_not_one_candidate(target):
-    tunable, problem = BackwardTunable(), workload(parse(GRADIENTS.format(dim=64, dtype="bf16"))).problem
-    today = tunable.today(problem, target)
-    other = msgspec.structs.replace(problem, causal="none")
-    assert tunable.build(problem, today, target).identity != tunable.build(other, today, target).identity
 
 
 @pytest.mark.parametrize("release", ["3.6.0", "3.8.0", "3.9.0"])
@@ -141,23 +136,17 @@ def test_a_schedule_is_compiled_without_the_chip(gluon_compiler, target):
     assert made.facts["registers"] > 100
     assert made.facts["wgmma"] > 0
     other = tunable.build(problem, Choice(flags={**today.flags, "in_turn": not today.flags["in_turn"]}), target)
-    assert (
-        other.code
-        == built.code
-        != tunable.build(problem, Choice(flags={**today.flags, "late": not today.flags["late"]}), target).code
-    )
+    late = tunable.build(problem, Choice(flags={**today.flags, "late": not today.flags["late"]}), target)
+    assert other.code == built.code != late.code
     assert other.identity != built.identity
 
 
-def test_an_entry_that_leaves_flags_out_is_the_schedule_with_them(target):
-    tunable, problem = ForwardTunable(), workload(parse(DENSE.format(dim=64, dtype="bf16"))).problem
-    today = tunable.today(problem, target)
+def test_flags_that_an_entry_leaves_out_are_todays_and_queries_in_registers_need_a_place_of_the_outputs_own(target):
+    tunable = ForwardTunable()
+    narrow, problem = (workload(parse(DENSE.format(dim=dim, dtype="bf16"))).problem for dim in (64, 128))
+    today = tunable.today(narrow, target)
     short = Choice(flags={n: v for n, v in today.flags.items() if n not in ("parts", "reg_q", "in_turn")})
-    assert tunable.build(problem, short, target).identity == tunable.build(problem, today, target).identity
-
-
-def test_queries_in_registers_need_a_place_of_the_outputs_own(target):
-    tunable, problem = ForwardTunable(), workload(parse(DENSE.format(dim=128, dtype="bf16"))).problem
+    assert tunable.build(narrow, short, target).identity == tunable.build(narrow, today, target).identity
     today = tunable.today(problem, target)
     both = [choice.flags for choice in tunable.space(problem, target, today) if choice.flags["reg_q"]]
     assert both

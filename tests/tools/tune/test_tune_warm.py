@@ -26,24 +26,17 @@ def work(one: CandidateJob) -> str:
     return "" if one.code == "fits" else f"not {one.code}"
 
 
-def test_every_candidate_is_run_in_a_child():
+@pytest.mark.parametrize(
+    ("codes", "over", "expected"),
+    [
+        (("fits", "small"), False, {"fits": "", "small": "not small"}), (("dies",), False, {}), (("fits",), True, {}),
+        ((), False, {}),
+    ],
+)  # fmt: skip
+def test_every_candidate_is_run_in_a_child_until_time_is_over(codes, over, expected):
     found: dict[str, str] = {}
-    warm_all([asked("fits"), asked("small")], 2, found.__setitem__, lambda: False, work)
-    assert found == {"fits": "", "small": "not small"}
-
-
-def test_a_child_that_dies_ends_nothing_else():
-    found: dict[str, str] = {}
-    warm_all([asked("dies")], 1, found.__setitem__, lambda: False, work)
-    assert found == {}
-
-
-def test_when_time_is_over_the_rest_is_left():
-    found: dict[str, str] = {}
-    warm_all([asked("fits")], 1, found.__setitem__, lambda: True, work)
-    assert found == {}
-    warm_all([], 1, found.__setitem__, lambda: False, work)
-    assert found == {}
+    warm_all([asked(code) for code in codes], 2, found.__setitem__, lambda: over, work)
+    assert found == expected
 
 
 @pytest.mark.interpreter
@@ -64,13 +57,16 @@ def test_what_a_child_does_is_run_the_candidate(monkeypatch):
     assert run.warm(asked("a")) == "OutOfResources: shared memory, required"
 
 
-def raises(item: int) -> int:
-    raise ValueError(f"item {item}")
+def ends(item: int) -> int:
+    if item:
+        raise ValueError(f"item {item}")
+    os._exit(1)
 
 
-def test_what_a_child_raises_is_raised_here():
+def test_what_a_child_raises_is_raised_here_and_one_that_dies_is_said():
     with pytest.raises(ValueError, match="item 3"):
-        in_children([3], raises, 1, lambda item, found: None)
+        in_children([3], ends, 1, lambda item, found: None)
+    assert not in_children([0], ends, 1, lambda item, found: None)
 
 
 def waits(item: Path) -> None:
@@ -84,11 +80,3 @@ def test_children_that_hang_are_killed(tmp_path):
     for mark in marks:
         with pytest.raises(ProcessLookupError):  # no such process any more
             os.kill(int(mark.read_text() or 0), 0)
-
-
-def stop(item: int) -> None:
-    os._exit(1)
-
-
-def test_a_child_that_dies_is_said():
-    assert not in_children([1], stop, 1, lambda item, found: None)

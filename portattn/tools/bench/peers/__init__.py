@@ -100,7 +100,8 @@ def _sdpa_mask(case: Case, t: Tensors, kernel: str) -> torch.Tensor | None:
     allowed = torch.ones(1, 1, 1, case.seq_k, dtype=torch.bool, device=t.q.device)
     if causal or case.windowed:
         # Where lengths are given, queries and keys of a sequence begin at 0 both: its corner is the same.
-        rows = torch.arange(case.seq_q, device=t.q.device)[:, None] + (0 if t.seqlens_q is not None else _shift(case))
+        shift = 0 if t.seqlens_q is not None or case.causal == "top_left" else case.seq_k - case.seq_q
+        rows = torch.arange(case.seq_q, device=t.q.device)[:, None] + shift
         left, right = case.window
         right = 0 if causal else right
         if right is not None:
@@ -110,10 +111,6 @@ def _sdpa_mask(case: Case, t: Tensors, kernel: str) -> torch.Tensor | None:
     if t.seqlens_k is not None:
         allowed = allowed & (keys < t.seqlens_k[:, None, None, None])
     return allowed
-
-
-def _shift(case: Case) -> int:
-    return 0 if case.causal == "top_left" else case.seq_k - case.seq_q
 
 
 Keep = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

@@ -72,12 +72,10 @@ def test_both_ends_are_found(bad: str, known: str, tmp_path) -> None:
 
 
 def test_few_probes_are_enough(tmp_path) -> None:
-    probe = Probe("3.5.1 3.6.0")
-    bisect_retire.bisect(planted(tmp_path, ">=3.5.1,<3.7"), RELEASES, probe)
-    assert len(probe.asked) < len(RELEASES)
-    every = Probe("3.5.1 3.6.0")
+    few, every = Probe("3.5.1 3.6.0"), Probe("3.5.1 3.6.0")
+    bisect_retire.bisect(planted(tmp_path, ">=3.5.1,<3.7"), RELEASES, few)
     made = bisect_retire.bisect(planted(tmp_path, ">=3.5.1,<3.7"), RELEASES, every, every=True)
-    assert (every.asked, made.range) == (list(RELEASES), ">=3.5.1,<3.7")
+    assert (len(few.asked) < len(RELEASES), every.asked, made.range) == (True, list(RELEASES), ">=3.5.1,<3.7")
 
 
 def test_a_bug_that_comes_back_is_said_and_every_one_tested(tmp_path) -> None:
@@ -92,13 +90,10 @@ def test_a_bug_that_comes_back_is_said_and_every_one_tested(tmp_path) -> None:
         "not monotone: it is gone in triton==3.4.0, triton==3.5.1, triton==3.7.1, triton==3.8.0"
     )
     assert made.range == ">=3.3.1,!=3.4.0,!=3.5.1,!=3.7.1,!=3.8.0"
-
-
-def test_a_bad_end_outside_the_range_makes_it_look_in_between(tmp_path) -> None:
+    # So is one whose bad end outside the range makes it look in between.
     probe = Probe("3.3.1 3.9.0")
     made = bisect_retire.bisect(planted(tmp_path, ">=3.3,<3.4"), RELEASES, probe)
-    assert not made.monotone
-    assert len(probe.asked) == len(RELEASES)
+    assert (made.monotone, len(probe.asked)) == (False, len(RELEASES))
     assert made.range.startswith(">=3.3.1,!=3.4.0")
 
 
@@ -126,8 +121,7 @@ def test_what_cannot_be_run_is_passed_over(tmp_path) -> None:
 )
 def test_what_fails_otherwise_is_no_part_of_the_range(tmp_path, bad: str, odd: str, range_: str, good) -> None:
     made = bisect_retire.bisect(planted(tmp_path, "==3.6.0"), RELEASES, Probe(bad, odd=odd), every=True)
-    assert made.range == range_
-    assert (made.last_good_before, made.first_good) == good
+    assert (made.range, made.last_good_before, made.first_good) == (range_, *good)
     assert made.monotone, "to fail otherwise is not to be without the bug"
     named = ", ".join(f"triton=={version}" for version in odd.split())
     assert f"fails otherwise, which is no part of the range: {named}" in made.says
@@ -167,10 +161,8 @@ def test_releases_that_nobody_tested_are_named(tmp_path) -> None:
     assert "not tested, and between these: triton==3.5.0, triton==3.7.0" in made.says
     alone = bisect_retire.bisect(planted(tmp_path, "==3.8.0"), ("triton==3.7.1", "triton==3.8.0"), Probe("3.8.0"))
     assert (alone.untested, alone.says) == ((), "")
-    missing = bisect_retire.bisect(
-        planted(tmp_path, "==3.6.0"), RELEASES, Probe("3.4.0 3.6.0", missing="3.5.1"), every=True
-    )
-    assert "triton==3.5.1" in missing.untested
+    probe = Probe("3.4.0 3.6.0", missing="3.5.1")
+    assert "triton==3.5.1" in bisect_retire.bisect(planted(tmp_path, "==3.6.0"), RELEASES, probe, every=True).untested
 
 
 @pytest.mark.parametrize("missing", ["3.5.1 3.6.0", "3.5.1", ""])
@@ -180,9 +172,8 @@ def test_a_recorded_failure_stays_in_the_range(tmp_path, missing: str) -> None:
     assert made.range == ">=3.5.1,<3.7"
     assert parse_range(made.range).contains("3.6.0")
     seen = {one.toolchain: one for one in made.tested}
-    for version in missing.split():
-        assert seen[f"triton=={version}"].seen == "recorded"
-        assert seen[f"triton=={version}"].detail == "failed on 2026-11-20, by the entry's file"
+    for one in (seen[f"triton=={version}"] for version in missing.split()):
+        assert (one.seen, one.detail) == ("recorded", "failed on 2026-11-20, by the entry's file")
     gone = {"3.5.1 3.6.0": (), "3.5.1": ("triton==3.6.0",), "": ("triton==3.6.0",)}[missing]
     assert made.contradicts == gone
     assert ("contradicts the entry's file" in made.says) is bool(gone)
@@ -190,10 +181,9 @@ def test_a_recorded_failure_stays_in_the_range(tmp_path, missing: str) -> None:
 
 def test_a_recorded_failure_of_another_chip_is_another_matter(tmp_path) -> None:
     quirk = recorded(tmp_path, ">=3.5,<3.7", "3.6.0", target="rocm:gfx950")
-    made = bisect_retire.bisect(quirk, RELEASES, Probe("3.5.1"), every=True, target="rocm:gfx942")
-    assert (made.range, made.contradicts) == (">=3.5.1,<3.6", ())
-    made = bisect_retire.bisect(quirk, RELEASES, Probe("3.5.1"), every=True, target="rocm:gfx950")
-    assert (made.range, made.contradicts) == (">=3.5.1,<3.7", ("triton==3.6.0",))
+    for chip, found in (("gfx942", (">=3.5.1,<3.6", ())), ("gfx950", (">=3.5.1,<3.7", ("triton==3.6.0",)))):
+        made = bisect_retire.bisect(quirk, RELEASES, Probe("3.5.1"), every=True, target=f"rocm:{chip}")
+        assert (made.range, made.contradicts) == found
 
 
 def test_a_release_that_a_report_names_counts(tmp_path) -> None:
@@ -243,8 +233,7 @@ def test_missing_environments_are_made_when_asked_for(portattn, tmp_path, monkey
     monkeypatch.setattr(lab, "find", lambda toolchain: None)
     monkeypatch.setattr(lab, "create", lambda toolchain, say: made.append(toolchain))
     monkeypatch.setattr(probing, "off", lambda quirk, toolchain, target, registry: Probe("3.5.1")(quirk, toolchain))
-    between = ("--between", "triton==3.4.0", "triton==3.5.1")
-    assert portattn("quirks", "bisect", "rocm-0901-planted", *between).status == 0
-    assert made == []
-    assert portattn("quirks", "bisect", "rocm-0901-planted", *between, "--create").status == 0
+    line = ("quirks", "bisect", "rocm-0901-planted", "--between", "triton==3.4.0", "triton==3.5.1")
+    assert (portattn(*line).status, made) == (0, [])
+    assert portattn(*line, "--create").status == 0
     assert "triton==3.5.1" in made

@@ -38,14 +38,15 @@ def test_a_fork_is_not_taken_for_the_triton_that_it_reports(registry):
     assert named.compiler == "triton-ascend==3.2.0"
 
 
-def test_two_chips_in_a_log_are_no_chip(registry):
+def test_two_chips_in_a_log_are_no_chip_and_one_that_portattn_does_not_know_is_said(registry):
     assert environment_in("built for gfx942 and gfx950", "mlir", registry).arch is None
     assert environment_in("built for gfx942, gfx942", "mlir", registry).arch.value == "gfx942"
-
-
-def test_a_chip_that_portattn_does_not_know_is_said(registry):
     found = environment_in('module attributes {ttg.target = "hip:gfx1153"} {', "mlir", registry)
     assert (found.backend.value, found.arch, found.chip) == ("rocm", None, "gfx1153")
+    other = "NVIDIA H100; AMD Instinct MI300X in the next rack\n"
+    found = environment_in(f'{other}  File "/opt/triton/backends/nvidia/compiler.py", line 1\n', "mlir", registry)
+    told = (found.backend.value, found.arch.value, found.arch.words)
+    assert told == ("cuda", "sm_90", "NVIDIA H100"), "of two makers the one whose compiler failed"
 
 
 def test_what_is_named_counts_more_than_the_log(registry):
@@ -78,7 +79,10 @@ def test_a_log_that_names_no_chip_is_answered_with_what_to_give(registry):
 
 
 def test_programs_in_a_log():
-    [module, *_] = excerpts(read("triton-3.6-gfx950-stages"))
+    text = read("triton-3.6-gfx950-stages")
+    middle = text.index("tt.load") + 2000
+    assert not excerpts(f"{text[:middle]}\n… 9000 bytes …\n{text[middle + 9000 :]}"), "a module that was cut is none"
+    [module, *_] = excerpts(text)
     assert (module.kind, module.suffix) == ("ttgir", ".ttir")
     assert module.text.startswith("#blocked")
     assert module.text.rstrip().endswith("#-}")
@@ -98,24 +102,9 @@ def test_a_program_that_a_log_names_is_read_where_it_is(tmp_path):
     assert (found.kind, found.origin, found.text) == ("ttir", str(path), path.read_text())
 
 
-def test_a_module_that_was_cut_is_no_program():
-    text = read("triton-3.6-gfx950-stages")
-    middle = text.index("tt.load") + 2000
-    assert not excerpts(f"{text[:middle]}\n… 9000 bytes …\n{text[middle + 9000 :]}")
-
-
 def test_a_request_in_a_log():
     assert request_in(read("worker-time-out"))["target"] == ["hip", "gfx1201", 32]
     assert request_in('{"version": 1, "task": "compile", "signature": {"cut": ') is None
-
-
-def test_of_two_makers_the_one_whose_compiler_failed(registry):
-    text = (
-        'NVIDIA H100; AMD Instinct MI300X in the next rack\n  File "/opt/triton/backends/nvidia/compiler.py", line 1\n'
-    )
-    found = environment_in(text, "mlir", registry)
-    assert (found.backend.value, found.arch.value) == ("cuda", "sm_90")
-    assert found.arch.words == "NVIDIA H100"
 
 
 @pytest.mark.parametrize(
@@ -132,13 +121,10 @@ def test_a_process_that_ended_is_no_compiler_that_died(text, registry):
     assert named.backend == "cuda"
 
 
-def test_an_exception_is_no_kernels_name(registry):
+def test_the_function_that_failed(registry):
+    """An exception is no kernel's name; in what LLVM cannot select there is an address, which is no part of it."""
     assert environment_in("Triton compilation failed: OutOfResources: shared", "triton", registry).function is None
-    told = environment_in("Triton compilation failed: my_kernel", "triton", registry).function
-    assert told.value == "my_kernel"
-
-
-def test_the_function_and_the_address_in_what_llvm_cannot_select(registry):
+    assert environment_in("Triton compilation failed: my_kernel", "triton", registry).function.value == "my_kernel"
     text = (
         "LLVM ERROR: Cannot select: 0x55d0c8a3b2c0: v2f16 = fp_round 0x55d0c8a3b1f0, TargetConstant:i32<0>\n"
         "In function: dense_forward\n"

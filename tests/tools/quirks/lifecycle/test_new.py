@@ -153,8 +153,7 @@ def test_an_error_leaves_nothing(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(os, "link", full)
     with pytest.raises(ArgumentError, match=r"--out is '.*three', but cannot be written: No space left on device"):
         drafts.write_new({tmp_path / "out" / name: name for name in ("one", "two", "three")})
-    assert len(calls) == 3
-    assert list(tmp_path.iterdir()) == []
+    assert (len(calls), list(tmp_path.iterdir())) == (3, [])
 
 
 def test_drafts_are_no_backend_of_a_checkout_and_else_where_portattn_is_called(monkeypatch, portattn, tmp_path) -> None:

@@ -1,6 +1,7 @@
 """Kinds of failures without a log of their own, signatures, and what is no failure; and the corpus of logs."""
 
 import re
+import time
 from typing import Any
 
 import pytest
@@ -115,8 +116,6 @@ def test_a_compiler_that_dies_after_its_error_has_crashed() -> None:
 
 def test_a_long_log_takes_no_time() -> None:
     """Patterns must not go back and forth over it: 5 MB, without an error and then with one at its end."""
-    import time
-
     lines = '  File "/x/triton/runtime/jit.py", line 1, in run\n    error: none\nnothing to see: 12\n' * 25_000
     begun = time.process_time()
     assert recognise(lines) is None

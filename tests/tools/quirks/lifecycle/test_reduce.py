@@ -179,10 +179,8 @@ def test_an_incident_on_the_command_line(portattn, buggy, registry, incidents, m
     assert (called.json["written"], smaller.problem.head_dim) == (f"incident {smaller.id}", 16)
     # The command sends the request to a compiler, and what is kept of the log is the smaller one's.
     assert '"ok": false' in subprocess.run(smaller.command, shell=True, capture_output=True, text=True).stdout
-    found = failure_facts.from_incident(smaller, [], registry)
-    assert (
-        found.failure.signature == failure_facts.from_incident(incidents.incident(name), [], registry).failure.signature
-    )
+    found = [failure_facts.from_incident(one, [], registry) for one in (smaller, incidents.incident(name))]
+    assert found[0].failure.signature == found[1].failure.signature
 
 
 def test_a_quirks_probe_is_reduced_in_its_file(portattn, buggy, monkeypatch, tmp_path):
@@ -191,12 +189,8 @@ def test_a_quirks_probe_is_reduced_in_its_file(portattn, buggy, monkeypatch, tmp
     when = 'arch = ["sm_89"]\ntoolchain = { triton = "==3.6.0" }\nlaunch = { num_stages = ">=3" }'
     effect = "launch = { num_stages = 2 }"
     path = quirk_files.plant(tmp_path, "cuda-0901-planted", effect, when=when, symptom="compile-error", evidence="")
-    text = (
-        path.read_text()
-        .replace('"none: planted by a test"', f'"{probe}"  # as it was seen')
-        .replace("boom", "ttg.async_copy")
-    )
-    path.write_text(text)
+    text = path.read_text().replace('"none: planted by a test"', f'"{probe}"  # as it was seen')
+    path.write_text(text.replace("boom", "ttg.async_copy"))
     known = Registry.read(find_backends(), tmp_path)
     monkeypatch.setattr(Registry, "load", lambda: known)
     monkeypatch.setattr("portattn.tools.lab.worker", lambda toolchain, **options: buggy.worker())
@@ -211,11 +205,10 @@ def test_a_quirks_probe_is_reduced_in_its_file(portattn, buggy, monkeypatch, tmp
 @pytest.mark.parametrize(
     ("arguments", "argument"),
     [
-        (("nobody",), "ID"),
-        (("ascend-0014-sparse-reshape-crash", "--seconds", "0"), "--seconds"),
+        (("nobody",), "ID"), (("ascend-0014-sparse-reshape-crash", "--seconds", "0"), "--seconds"),
         (("ascend-0014-sparse-reshape-crash", "--most", "-1"), "--most"),
     ],
-)
+)  # fmt: skip
 def test_bad_input(portattn, arguments, argument):
     called = portattn("quirks", "reduce", *arguments, "--json", exits=2)
     error = called.json["error"]

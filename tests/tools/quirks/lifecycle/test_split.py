@@ -1,5 +1,6 @@
 """Several failures of one log: each once, in order, with the lines that tell of it and whose they are."""
 
+import re
 import time
 
 import pytest
@@ -32,20 +33,24 @@ def test_one_after_the_other() -> None:
     first, second = found(text)
     assert (first.failure.kind, second.failure.kind) == ("ptxas-fatal", "exception")
     assert (first.failure.line, second.failure.line) == (2, 7)
-    assert PTXAS in first.text
-    assert KPACK not in first.text
-    assert KPACK in second.text
-    assert PTXAS not in second.text
-    assert second.text.splitlines()[second.at - 1] == KPACK
-    assert first.failure.also == ()
+    assert [[words in one.text for words in (PTXAS, KPACK)] for one in (first, second)] == [
+        [True, False],
+        [False, True],
+    ]
+    assert (second.text.splitlines()[second.at - 1], first.failure.also) == (KPACK, ())
 
 
-def test_what_wraps_a_failure_is_not_another_one() -> None:
+def test_what_wraps_a_failure_or_passes_it_on_is_not_another_one() -> None:
+    """MLIR writes to the terminal itself, which has no rank; without words of its own the exception is all."""
     error = "k.py:1:1: error: 'tt.load' op operation destroyed but still has uses\nLLVM ERROR: operation destroyed\n"
     wrapped = f"{error}RuntimeError: PassManager::run failed\n\nThe above exception was the direct cause\nAborted\n"
     [one] = found(wrapped)
     assert one.failure.kind == "mlir-op"
     assert set(one.failure.also) >= {"llvm-error", "pass-manager"}
+    said = "RuntimeError: PassManager::run failed\n"
+    [one] = found(f"k.py:1:1: error: 'tt.load' op is bad\n[rank0]: {said}")
+    assert (one.failure.kind, one.streams) == ("mlir-op", ())
+    assert kinds(f"[rank0]: {said}[rank1]: {said}") == ["pass-manager"]
 
 
 def test_the_same_again_is_counted() -> None:
@@ -61,17 +66,6 @@ def test_ranks_with_failures_of_their_own() -> None:
     assert {(one.failure.kind, one.streams) for one in found(text)} == {("exception", ("0",)), ("ptxas-fatal", ("1",))}
 
 
-def test_mlirs_own_lines_have_no_rank() -> None:
-    """It writes to the terminal itself: the rank's exception only passes it on."""
-    [one] = found("k.py:1:1: error: 'tt.load' op is bad\n[rank0]: RuntimeError: PassManager::run failed\n")
-    assert (one.failure.kind, one.streams) == ("mlir-op", ())
-
-
-def test_without_words_of_its_own_what_passes_it_on_is_all() -> None:
-    [one] = found("[rank0]: RuntimeError: PassManager::run failed\n[rank1]: RuntimeError: PassManager::run failed\n")
-    assert one.failure.kind == "pass-manager"
-
-
 def test_something_that_is_not_installed_beside_a_failure() -> None:
     text = f"{KPACK_TRACE}RuntimeError: ASCEND_HOME_PATH is not set, source set_env.sh\n"
     assert [bool(one.failure.not_a_bug) for one in found(text)] == [False, True]
@@ -82,16 +76,9 @@ def test_a_log_that_ends_anywhere(end: int) -> None:
     whole = read("triton-8488")
     at = whole.index("Compile the program") - 5 * end
     [one] = found(whole[:at])
-    assert one.cut
-    assert one.failure.kind == "ptxas-code"
-    import re
-
+    assert (one.cut, one.failure.kind) == (True, "ptxas-code")
     assert re.search(one.failure.signature, whole), "what is left of it finds the whole one"
-
-
-def test_a_whole_log_is_not_cut() -> None:
-    assert not any(one.cut for one in found(read("triton-8488")))
-    assert not any(one.cut for one in found(read("triton-8488").rstrip("\n")))
+    assert not any(one.cut for text in (whole, whole.rstrip("\n")) for one in found(text))
 
 
 def test_many_failures_take_no_time() -> None:
@@ -127,14 +114,10 @@ def test_a_tests_heading_belongs_to_its_own_failure(registry) -> None:
     assert [one.arches for one in from_log(text, "log", registry)] == [("gfx942",), ("gfx1100",)]
 
 
-def test_one_failure_among_other_tests(registry) -> None:
-    """Its chip is that of its test: the log names another one too, in a test that no compiler failed."""
+def test_the_heading_of_its_test_says_more_than_other_tests_and_the_source_that_pytest_shows(registry) -> None:
     text = reported("test_attn[gfx942]", DOMINATES) + reported("test_other[gfx950]", "", "AssertionError: 3 != 4")
     [one] = from_log(text, "log", registry)
     assert (one.arches, one.log.splitlines()[one.at - 1]) == (("gfx942",), DOMINATES)
-
-
-def test_a_heading_says_more_than_the_source_that_pytest_shows(registry) -> None:
     source = '    @pytest.mark.parametrize("chip", ["gfx942", "gfx950"])\n'
     [one] = from_log(f"__ test_attn[gfx950] __\n{source}E   RuntimeError: x\n{DOMINATES}\n", "log", registry)
     assert one.arches == ("gfx950",)
@@ -146,6 +129,8 @@ def test_failures_of_one_test_all_have_its_heading() -> None:
     assert "tt.dot" not in first.text
     assert second.text.splitlines()[0] == "__ test_attn[gfx942] __"
     assert second.text.splitlines()[second.at - 1] == MATRIX
+    [one] = found(f"__ test_attn[gfx942] __\n_ _ _ _ _ _\nE   RuntimeError: x\n_ _ _ _ _ _\n{DOMINATES}\n")
+    assert one.test == "__ test_attn[gfx942] __", "a separator is no heading"
 
 
 def test_the_stage_of_another_tests_failure_is_not_this_ones() -> None:
@@ -155,26 +140,17 @@ def test_the_stage_of_another_tests_failure_is_not_this_ones() -> None:
     ]  # fmt: skip
 
 
-def test_a_separator_of_pytest_is_no_heading() -> None:
-    [one] = found(f"__ test_attn[gfx942] __\n_ _ _ _ _ _\nE   RuntimeError: x\n_ _ _ _ _ _\n{DOMINATES}\n")
-    assert one.test == "__ test_attn[gfx942] __"
-
-
 # ---- the command line
 
 
 def test_each_failure_is_drafted(portattn, tmp_path) -> None:
     log = FOLDER / "three-failures.log"
     called = portattn("quirks", "new", "--from-log", log, "--out", tmp_path, "--no-replay", "--json", exits=0)
-    assert called.json["of"] == 3
-    assert [one["number"] for one in called.json["failures"]] == [1, 2, 3]
-    assert [one["failure"]["kind"] for one in called.json["failures"]] == [
-        "ptxas-fatal", "exception", "out-of-resources",
+    made = called.json["failures"]
+    assert [(one["number"], one["failure"]["kind"], one["id"].partition("-")[0]) for one in made] == [
+        (1, "ptxas-fatal", "cuda"), (2, "exception", "rocm"), (3, "out-of-resources", "cuda"),
     ]  # fmt: skip
-    ids = [one["id"] for one in called.json["failures"]]
-    assert [name.partition("-")[0] for name in ids] == ["cuda", "rocm", "cuda"]
-    assert len(set(ids)) == 3
-    assert all(one["files"] for one in called.json["failures"])
+    assert called.json["of"] == len({one["id"] for one in made if one["files"]}) == 3
 
 
 def test_one_of_several_is_chosen(portattn, tmp_path) -> None:
@@ -192,15 +168,11 @@ def test_a_known_one_among_several_is_status_1(portattn, tmp_path) -> None:
     log = tmp_path / "build.log"
     log.write_text(f"{PTXAS}\nexit status 1\n{KPACK_TRACE}triton==3.4.0 for gfx950\n")
     where = ("--target", "rocm:gfx950", "--toolchain", "triton==3.4.0", "--kernel", "decode_split")
-    called = portattn("quirks", "new", "--from-log", log, *where, "--out", tmp_path / "out", "--no-replay", "--json")
-    assert called.status == 1
-    drafted, known = called.json["failures"]
+    line = ("quirks", "new", "--from-log", log, *where, "--out", tmp_path / "out", "--no-replay")
+    drafted, known = portattn(*line, "--json", exits=1).json["failures"]
     assert drafted["files"]
     assert (known["files"], known["known"][0]["id"], known["known"][0]["is_it"]) == ([], "rocm-0015-kpack", True)
-    again = portattn(
-        "quirks", "new", "--from-log", log, *where, "--out", tmp_path / "out", "--no-replay", "--failure", "2", exits=1
-    )
-    assert "this is rocm-0015-kpack" in again.out
+    assert "this is rocm-0015-kpack" in portattn(*line, "--failure", "2", exits=1).out
 
 
 def test_what_is_not_installed_is_reported_and_not_drafted(portattn, tmp_path) -> None:

@@ -1,7 +1,5 @@
 """The program of a draft as a probe: its arms are asked one after the other, in one child with a real compiler."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Probes that execute AMD's machine code in the model of its chip: programs, and planned problems of wrong results."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -65,13 +65,18 @@ def test_arms_differ_by_the_quirk_alone() -> None:
     assert (off.specialised[0], off.specialised[0].k_tile) == (on.specialised[0], "row")
 
 
-def test_another_entry_does_not_hide_the_bug() -> None:
+def test_another_entry_does_not_hide_the_bug_and_a_path_leaves_nothing_to_compile() -> None:
     """On 3.9 a second entry makes RDNA3's tiles smaller still: the probe of the first one is to see its own tile."""
     quirk = KNOWN.quirks["rocm-0021-rdna-tiles"]
     stated = probe_plans.parse(quirk.evidence.probe)
     where = place(quirk, "triton==3.9.0", None, KNOWN)
     off = probe_plans.plan_arm(quirk, "off", stated, where, probe_plans.with_start_values(KNOWN, stated, where))
     assert (off.specialised[1].block_m, off.specialised[1].block_n) == (64, 64)
+    quirk = probing_with(KNOWN.quirks["cuda-0007-blackwell"], f"plan: attention --target cuda:sm_100 {SIZES}")
+    stated = probe_plans.parse(quirk.evidence.probe)
+    where = place(quirk, "triton==3.2.0", None, KNOWN)
+    assert probe_plans.plan_arm(quirk, "on", stated, where, KNOWN) is None
+    assert probe_plans.plan_arm(quirk, "off", stated, where, KNOWN).path == "triton"
 
 
 def test_a_probe_about_something_else(tmp_path: Path) -> None:
@@ -84,14 +89,6 @@ def test_a_probe_about_something_else(tmp_path: Path) -> None:
     bent = msgspec.structs.replace(started, quirks=started.quirks | {quirk.id: other})
     with pytest.raises(PortattnError, match="changes nothing in the plan of its probe"):
         probe_plans.plan_arm(other, "on", probe_plans.parse(probe), where, bent)
-
-
-def test_path_effect_leaves_nothing_to_compile() -> None:
-    quirk = probing_with(KNOWN.quirks["cuda-0007-blackwell"], f"plan: attention --target cuda:sm_100 {SIZES}")
-    stated = probe_plans.parse(quirk.evidence.probe)
-    where = place(quirk, "triton==3.2.0", None, KNOWN)
-    assert probe_plans.plan_arm(quirk, "on", stated, where, KNOWN) is None
-    assert probe_plans.plan_arm(quirk, "off", stated, where, KNOWN).path == "triton"
 
 
 def test_every_shipped_plan_is_about_its_quirk() -> None:

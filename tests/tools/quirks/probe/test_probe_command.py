@@ -47,6 +47,9 @@ def test_confirmed_is_green(tmp_path: Path, probe: Probe) -> None:
     assert row == [ID, "rocm:gfx942", "triton==3.6.0", "fail:signature", "pass", "confirmed"]
     assert "1 probe: 1 confirmed" in result.stdout
     assert "[1/1] confirmed" in result.stderr
+    result = probe("--all-toolchains", arms={"off": BOOM}, exits=0)
+    assert "triton==3.9.0 is not here: `portattn lab create triton==3.9.0` makes it" in result.stdout
+    assert "1 probe: 1 confirmed" in result.stdout
 
 
 def test_probes_that_cannot_run_are_status_3(tmp_path: Path, probe: Probe) -> None:
@@ -71,18 +74,10 @@ def test_red_here_and_in_the_audit(tmp_path, probe, range_, arms, verdict):
     result = probe("--record", arms=arms, exits=1)
     assert f"{verdict}: {ID} on triton==3.6.0" in result.stdout
     assert "1 table recorded" in result.stdout
-    said = findings(tmp_path)
-    assert len(said) == 1
-    assert f"{ID} is {verdict} on triton==3.6.0 (rocm:gfx942" in said[0]
-    for text in (result.stdout, said[0]):
-        has_diff = '\n+toolchain = { triton = "' in text
-        assert has_diff is (verdict in ("stale", "too narrow"))
-
-
-def test_broken_is_red_and_not_recorded(tmp_path: Path, probe: Probe) -> None:
-    plant(tmp_path)
-    assert "0 tables recorded" in probe("--record", arms={"control": "ValueError:no compiler"}, exits=1).stdout
-    assert findings(tmp_path) == []
+    (said,) = findings(tmp_path)
+    assert f"{ID} is {verdict} on triton==3.6.0 (rocm:gfx942" in said
+    for text in (result.stdout, said):
+        assert ('\n+toolchain = { triton = "' in text) is (verdict in ("stale", "too narrow"))
 
 
 def test_a_corrected_range_is_green_again(tmp_path: Path, probe: Probe) -> None:
@@ -95,8 +90,10 @@ def test_a_corrected_range_is_green_again(tmp_path: Path, probe: Probe) -> None:
     assert findings(tmp_path) == []
 
 
-def test_never_probed_is_a_warning(tmp_path: Path, probe: Probe) -> None:
+def test_never_probed_is_a_warning_and_a_broken_probe_red_and_not_recorded(tmp_path: Path, probe: Probe) -> None:
     plant(tmp_path)
+    assert "0 tables recorded" in probe("--record", arms={"control": "ValueError:no compiler"}, exits=1).stdout
+    assert findings(tmp_path) == []
     said = audit.run(tmp_path)
     assert [f.severity for f in said] == ["warning"]
     assert f"{ID} was never probed" in said[0].message
@@ -117,42 +114,23 @@ def test_json(tmp_path: Path, probe: Probe) -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["rocm-0999"], "ID is 'rocm-0999', but no quirk has this id"),
-        (
-            ["--toolchain", "triton==3.5.0"],
-            "triton==3.5.0: its lab environment is not there; `portattn lab create triton==3.5.0`",
-        ),
-        (["--toolchain", "3.5"], "toolchain is '3.5'"),
+        (["rocm-0999"], "ID is 'rocm-0999', but no quirk has this id"), (["--jobs", "0"], "--jobs"),
+        (["--toolchain", "triton==3.5.0"], "triton==3.5.0: its lab environment is not there; `portattn lab create"),
+        (["--toolchain", "3.5"], "toolchain is '3.5'"), (["--target", "rocm:gfx1"], "arch is 'gfx1'"),
         (["--toolchain", "triton==3.6.0", "--all-toolchains"], "goes without --all-toolchains"),
-        (["--target", "rocm:gfx1"], "arch is 'gfx1'"),
-        (
-            ["rocm-0901", "--target", "rocm:gfx950"],
-            "--target is 'rocm:gfx950', but rocm-0901-planted concerns rocm:gfx942",
-        ),
-        (["--jobs", "0"], "--jobs"),
+        (["rocm-0901", "--target", "rocm:gfx950"], "is 'rocm:gfx950', but rocm-0901-planted concerns rocm:gfx942"),
     ],
-)
+)  # fmt: skip
 def test_bad_input(tmp_path: Path, probe: Probe, arguments: list[str], complaint: str) -> None:
     plant(tmp_path)
     assert complaint in probe(*arguments, exits=2).stderr
-    assert arms_of_or_none(tmp_path) == []
-
-
-def arms_of_or_none(folder: Path) -> list[str]:
-    return arms_of(folder) if (folder / "arms").exists() else []
+    assert not (tmp_path / "arms").exists() or arms_of(tmp_path) == []
 
 
 def test_retired_id(tmp_path: Path, probe: Probe) -> None:
     plant(tmp_path, more='\n[retired]\ndate = 2026-11-01\nreason = "fixed upstream"\nfixed_in = "triton==3.9.0"\n')
     assert "it was retired on 2026-11-01: fixed upstream" in probe("rocm-0901", exits=2).stderr
     assert "0 probes: none" in probe().stdout, "what is retired is probed no more"
-
-
-def test_missing_toolchains_are_told(tmp_path: Path, probe: Probe) -> None:
-    plant(tmp_path)
-    result = probe("--all-toolchains", arms={"off": BOOM}, exits=0)
-    assert "triton==3.9.0 is not here: `portattn lab create triton==3.9.0` makes it" in result.stdout
-    assert "1 probe: 1 confirmed" in result.stdout
 
 
 def test_only_what_was_asked_for(tmp_path: Path, probe: Probe) -> None:

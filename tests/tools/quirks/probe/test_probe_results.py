@@ -3,6 +3,7 @@
 import datetime
 from pathlib import Path
 
+import msgspec
 import pytest
 from planted_probe import BOOM, OTHER, arms_of, child, plant
 
@@ -42,9 +43,8 @@ def probed(folder, range_, control, off, on, seconds=60, **quirk):
 )
 def test_table(tmp_path, range_, control, off, on, verdict, asked):
     result = probed(tmp_path, range_, control, off, on)
-    assert result.verdict == verdict
-    assert result.in_range is (range_ == IN)
-    assert result.red is (verdict in ("stale", "changed", "ineffective", "too narrow", "broken"))
+    red = verdict in ("stale", "changed", "ineffective", "too narrow", "broken")
+    assert (result.verdict, result.in_range, result.red) == (verdict, range_ == IN, red)
     assert arms_of(tmp_path) == asked
 
 
@@ -62,15 +62,9 @@ def test_crash_keeps_its_text(tmp_path):
     assert result.reason == "SIGABRT: Assertion `boom' failed."
 
 
-@pytest.mark.parametrize(
-    ("arm", "words"),
-    [
-        ("ProtocolError:answered request 1", "ProtocolError: answered request 1"),
-        ("ModuleNotFoundError:No module named 'x'", "ModuleNotFoundError: No module named 'x'"),
-    ],
-)
-def test_what_says_nothing_about_the_compiler_is_told_whole(tmp_path, arm, words):
-    result = probed(tmp_path, IN, "pass", arm, "pass")
+@pytest.mark.parametrize("words", ["ProtocolError: answered request 1", "ModuleNotFoundError: No module named 'x'"])
+def test_what_says_nothing_about_the_compiler_is_told_whole(tmp_path, words):
+    result = probed(tmp_path, IN, "pass", words.replace(": ", ":", 1), "pass")
     assert result.verdict == "unverified"
     assert result.reason.startswith(f"off arm: {words}, which says nothing about the compiler; never verified on")
 
@@ -83,31 +77,22 @@ def test_what_a_probe_sees_itself(tmp_path):
     assert probed(tmp_path, IN, "pass", BOOM, "pass", **quiet).verdict == "changed"
 
 
-def test_note_has_no_work_around_to_try(tmp_path):
+def test_note_has_no_work_around_to_try_and_an_off_arm_may_be_asked_alone(tmp_path):
     result = probed(tmp_path, IN, "pass", BOOM, BOOM, effect=NOTE)
     assert (result.verdict, result.on.word) == ("confirmed", "not run")
     assert probed(tmp_path, OUT, "pass", BOOM, BOOM, effect=NOTE).verdict == "too narrow"
-
-
-def test_off_alone(tmp_path):
     with child(tmp_path, control=OTHER, off=BOOM) as worker:
         arm = probe.off(plant(tmp_path), "triton==3.6.0", worker=worker)
-    assert arm.matched
-    assert arms_of(tmp_path) == ["off"]
+    assert (arm.matched, arms_of(tmp_path)) == (True, ["off"])
 
 
 def test_cannot_run_here(tmp_path):
     quirk = plant(tmp_path)
     result = probe.run(quirk, "triton==3.5.0")  # no release that the lab makes
-    assert result.verdict == "unverified"
-    assert result.reason == (
-        "triton==3.5.0 is not here: `portattn lab create triton==3.5.0` makes it; never verified on triton==3.5.0"
-    )
+    said = "triton==3.5.0 is not here: `portattn lab create triton==3.5.0` makes it; never verified on triton==3.5.0"
+    assert (result.verdict, result.reason) == ("unverified", said)
     with pytest.raises(probe.ProbeError, match="portattn lab create"):
         probe.off(quirk, "triton==3.5.0")
-
-
-def test_unverified_says_since_when(tmp_path):
     table = '\n[[verified]]\ntoolchain = "triton==3.5.0"\ntarget = "rocm:gfx942"\nlevel = "compiles"\n'
     quirk = plant(tmp_path, more=f'{table}off = "fail:signature"\non = "pass"\ndate = 2026-11-01\n')
     assert probe.run(quirk, "triton==3.5.0").reason.endswith("last verified here on 2026-11-01")
@@ -121,34 +106,26 @@ def test_needs_a_device(tmp_path):
     assert result.reason.startswith("needs rocm:gfx942")
 
 
-def test_another_compiler(tmp_path):
+def test_a_compiler_or_target_that_the_quirk_does_not_concern(tmp_path):
     with child(tmp_path) as worker:
         result = probe.run(plant(tmp_path), "triton-ascend==3.2.0", worker=worker)
     assert result.reason.startswith("triton-ascend==3.2.0 compiles nothing for rocm")
-
-
-def test_target_that_the_quirk_does_not_concern(tmp_path):
     with pytest.raises(ArgumentError, match="--target is 'rocm:gfx950', but rocm-0901-planted concerns rocm:gfx942"):
         probe.run(plant(tmp_path), "triton==3.6.0", "rocm:gfx950")
 
 
-def test_paths_of_this_machine_are_left_out(tmp_path):
+@pytest.mark.parametrize(
+    ("signature", "text", "seen"),
+    [
+        ("boom", "at 3:4:\n/home/me/env/triton/x.py:3:4: error: boom in it\nmore", "x.py:3:4: error: boom in it"),
+        (r"at tt\.new[^\n]*\nand boom", "it died\nat tt.new of %1\nand boom\nmore", "at tt.new of %1 and boom"),
+    ],
+    ids=["without paths of this machine", "over lines"],
+)
+def test_words_that_were_seen(tmp_path, signature, text, seen):
     quirk = plant(tmp_path)
-    arm = probe.Arm(outcome="fail", text="at 3:4:\n/home/me/env/triton/x.py:3:4: error: boom in it\nmore")
-    assert saw(quirk, arm) == "x.py:3:4: error: boom in it"
-
-
-def test_words_that_run_over_lines_are_what_was_seen(tmp_path):
-    import msgspec
-
-    quirk = plant(tmp_path)
-    quirk = msgspec.structs.replace(
-        quirk, evidence=msgspec.structs.replace(quirk.evidence, signature=r"at tt\.reshape[^\n]*\nand boom")
-    )
-    arm = probe.Arm(
-        outcome="fail", kind="RuntimeError", text="RuntimeError: it died\nat tt.reshape of %1\nand boom\nmore"
-    )
-    assert saw(quirk, arm) == "at tt.reshape of %1 and boom"
+    quirk = msgspec.structs.replace(quirk, evidence=msgspec.structs.replace(quirk.evidence, signature=signature))
+    assert saw(quirk, probe.Arm(outcome="fail", text=text)) == seen
 
 
 # ---- the range
@@ -224,9 +201,6 @@ def test_diff_is_of_the_files_line(tmp_path):
     with child(tmp_path, off=BOOM) as worker:
         narrow = probe.run(quirk, "triton==3.6.0", worker=worker)
     assert narrow.diff.endswith('+toolchain = { triton = ">=3.6.0" }')
-
-
-def test_no_diff_where_the_range_is_right(tmp_path):
     with child(tmp_path, off=BOOM) as worker:
         assert probe.run(plant(tmp_path), "triton==3.6.0", worker=worker).diff == ""
 
@@ -253,9 +227,7 @@ def test_writes_one_table_for_each_toolchain(tmp_path):
 
 def test_probed_again_replaces(tmp_path):
     quirk = plant(tmp_path)
-    record(
-        quirk, [result(tmp_path, quirk, "triton==3.4.0", off=BOOM), result(tmp_path, quirk, "triton==3.6.0", off=BOOM)]
-    )
+    record(quirk, [result(tmp_path, quirk, f"triton==3.{minor}.0", off=BOOM) for minor in (4, 6)])
     text = Path(quirk.file).read_text().replace("[[verified]]", "# by hand\n[[verified]]", 1)
     Path(quirk.file).write_text(text)
     record(quirk, [result(tmp_path, quirk, "triton==3.4.0", off="pass")])
@@ -274,8 +246,7 @@ def test_what_saw_nothing_is_not_recorded(tmp_path):
         probe.run(quirk, "triton==3.5.0"),
     ]  # fmt: skip
     assert [r.verdict for r in said_nothing] == ["broken", "inconclusive", "unverified"]
-    assert record(quirk, said_nothing) == 0
-    assert Path(quirk.file).read_text() == before
+    assert (record(quirk, said_nothing), Path(quirk.file).read_text()) == (0, before)
 
 
 def test_never_half_written(tmp_path):
@@ -286,8 +257,7 @@ def test_never_half_written(tmp_path):
     path.write_text(broken)
     with pytest.raises(DataError, match="nothing was written"):
         record(quirk, [found])
-    assert path.read_text() == broken
-    assert [p.name for p in path.parent.iterdir()] == [path.name]
+    assert (path.read_text(), [p.name for p in path.parent.iterdir()]) == (broken, [path.name])
     path.write_text(broken.replace(quirk.id, "rocm-0902-other"))
     with pytest.raises(DataError, match="is 'rocm-0902-other' now"):
         record(quirk, [found])
