@@ -1,13 +1,18 @@
 """What the ranks of the tests of models run: a small Llama of random weights over shards, and the whole one."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from portattn.distributed import context_parallel
 from portattn.errors import ArgumentError
+from portattn.integrations.transformers import register
 from portattn.integrations.transformers_context_parallel import register_parallel, shard_batch
 
 SIZES = {
@@ -63,6 +68,43 @@ def trained(kind: str, options: dict[str, Any], length: int, checkpointing: bool
         "gradients": max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(ours, exact[1], strict=True)),
         "of one": max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(same[1], exact[1], strict=True)),
     }  # fmt: skip
+
+
+def replicated(model: Any) -> Any:
+    return torch.nn.parallel.DistributedDataParallel(model)
+
+
+def sharded(model: Any) -> Any:
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def wrapped(wrap: Callable[[Any], Any], attention: str) -> list[float]:
+    """Return the losses of three steps on batches of the rank's own, and the sum of the weights after them."""
+    config = LlamaConfig(**SIZES, bos_token_id=None, eos_token_id=None, initializer_range=0.3)
+    torch.manual_seed(0)
+    registered = register()
+    try:
+        whole = LlamaForCausalLM(config).train()
+        whole.set_attn_implementation(attention)
+        model, losses = wrap(whole), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # which takes notice of a gradient's scale
+        for step in range(3):
+            ids = torch.randint(1, 64, (3, 12), generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
+            mask = torch.ones_like(ids)
+            mask[0, 8:], mask[1, :5] = 0, 0  # padded on the right, on the left
+            labels = ids.masked_fill(~(mask.bool() & mask.roll(1, dims=1).bool()), -100)
+            optimizer.zero_grad()
+            loss = model(input_ids=ids * mask, attention_mask=mask, labels=labels, use_cache=False).loss
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    finally:
+        registered.remove()
+    weights = (p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters())
+    return [*losses, sum(p.detach().abs().sum().item() for p in weights)]
 
 
 def refused(change: str) -> str:

@@ -3,8 +3,8 @@
 import os
 from pathlib import Path
 
-import gradient_ranks
 import pytest
+import rank_cases
 from cases import cases
 from ranks import run
 
@@ -143,5 +143,5 @@ def test_a_rank_that_is_gone_or_does_something_else_is_an_error_on_the_others(tm
 # Gradients where ranks compute different losses: each still answers the others' messages.
 @pytest.mark.parametrize(("method", "world"), [("ulysses", 2), ("ulysses", 3), ("ring", 3)])
 def test_a_rank_may_leave_out_or_the_lse_out_of_its_loss(ranks, method, world):
-    for found in ranks(world).run(gradient_ranks.losses_that_differ, method):
+    for found in ranks(world).run(rank_cases.losses_that_differ, method):
         assert max(found.values()) < 1e-5, found

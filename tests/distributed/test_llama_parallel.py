@@ -1,6 +1,7 @@
 """Models of transformers whose sequences gloo processes share: loss and gradients are those of one process."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from rank_processes import Ranks
@@ -43,3 +44,13 @@ def test_what_needs_other_ranks_rows_is_refused(ranks: Start, change: str, text:
 
 def test_the_name_is_given_back(ranks: Start) -> None:
     assert ranks(2).run(llama_ranks.refused, "") == ["nothing"] * 2
+
+
+@pytest.mark.parametrize("wrap", [llama_ranks.replicated, llama_ranks.sharded])
+def test_a_padded_model_under_ddp_and_fsdp2_is_trained_as_with_eager(ranks: Start, wrap: Callable[[Any], Any]) -> None:
+    ours, eager = (ranks(2).run(llama_ranks.wrapped, wrap, attention) for attention in ("portattn", "eager"))
+    for mine, theirs in zip(ours, eager, strict=True):
+        assert mine == pytest.approx(theirs, abs=0, rel=1e-5)
+        assert abs(theirs[0] - theirs[1]) > 1e-3
+    assert ours[0][-1] == pytest.approx(ours[1][-1], rel=1e-6)  # the weights
+    assert ours[0][0] != pytest.approx(ours[1][0], rel=1e-3)  # the batches

@@ -127,8 +127,8 @@ def _problem(r: random.Random, sizes: Sizes) -> dict[str, Any]:
     if op == "varlen_attention" or (op in ("paged_attention", "mla_attention") and flag(0.4)):
         rows = sizes.rows
         fields |= {"seq_q": r.randint(1, rows), "total_q": r.randint(0, rows)}
-        fields |= ({"total_k": r.randint(0, sizes.keys), "seq_k": r.randint(1, sizes.keys)} if not latent
-            and op[0] == "v" else {})  # fmt: skip
+        if op == "varlen_attention":
+            fields |= {"total_k": r.randint(0, sizes.keys), "seq_k": r.randint(1, sizes.keys)}
     else:
         fields["layout"] = r.choice(("bhsd", "bshd"))
         by_key = (name for name in ROWS[op].tensors if name in FEATURES and "k" in FEATURES[name].axes)

@@ -48,9 +48,9 @@ class Outcome(msgspec.Struct):
     said: list[Any] = []
 
     def same(self, other: Outcome) -> bool:
-        return ((self.path, self.said) == (other.path, other.said) and len(self.tensors) == len(other.tensors)
-            and all(torch.equal(_bits(a), _bits(b)) for a, b in zip(self.tensors, other.tensors,
-            strict=True)))  # fmt: skip
+        if (self.path, self.said, len(self.tensors)) != (other.path, other.said, len(other.tensors)):
+            return False
+        return all(torch.equal(_bits(a), _bits(b)) for a, b in zip(self.tensors, other.tensors, strict=True))
 
     def digest(self) -> str:
         found = hashlib.sha256(repr((self.path, self.said)).encode())

@@ -149,10 +149,8 @@ def test_models_that_compute_attention_themselves_are_refused_at_loading(family)
 UNKNOWN = """
 import torch, transformers
 from torch import nn
-
 class {attention}:
     pass
-
 class Unknown(transformers.PreTrainedModel):
     config_class = transformers.LlamaConfig
     {declared}

@@ -1,11 +1,13 @@
 """Blocks of launch parameters, by Python and by native.c: what the driver is given, read as CUDA lays it out."""
 
+import contextlib
 import ctypes
 import struct
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from support import native_module
 
 from portattn.launch import cudadriver
@@ -74,6 +76,10 @@ class Maps(dict[tuple[int, ...], bytes]):
     def __getitem__(self, key):
         self.asked.append(key)
         return made(key)
+
+
+def raising(said):
+    return pytest.raises(RuntimeError, match=f"^CUDA's driver {said}$")
 
 
 def made(key):
@@ -166,17 +172,12 @@ class Library:
 ])  # fmt: skip
 def test_what_is_done_about_a_refusal(monkeypatch, way, refused, retain, then, said, launched):
     """A thread without a context gets one, and goes on with the kernel that was refused; all else is an error."""
-    import torch
-
     driver, one = block(monkeypatch, way, [kernel(function=n) for n in (1, 2, 3)], Maps())
     library = Library(retain)
     monkeypatch.setattr(cudadriver, "_library", lambda: library)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
     driver.errors = list(then)
-    if said:
-        with pytest.raises(RuntimeError, match=f"^CUDA's driver refused a launch: {said}$"):
-            cudadriver.launch_again(refused, one, 7, [0, 64], [1, 2, 3])
-    else:
+    with raising(f"refused a launch: {said}") if said else contextlib.nullcontext():
         cudadriver.launch_again(refused, one, 7, [0, 64], [1, 2, 3])
     assert [found.function for found in driver.taken()] == launched
     context = ["retain 5"] if retain else ["retain 5", "set"]
@@ -204,8 +205,6 @@ def test_more_kernels_than_native_has_room_for_are_refused(monkeypatch):
     (0, 1, 0, [], "invalid argument"),
 ])  # fmt: skip
 def test_a_thread_without_a_context_gets_one(monkeypatch, context, error, retain, called, said):
-    import torch
-
     library = Library(retain)
 
     def current(found):
@@ -215,20 +214,13 @@ def test_a_thread_without_a_context_gets_one(monkeypatch, context, error, retain
     library.cuCtxGetCurrent = current  # type: ignore[attr-defined]
     monkeypatch.setattr(cudadriver, "_library", lambda: library)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
-    if said:
-        with pytest.raises(RuntimeError, match=f"^CUDA's driver gave a thread no context: {said}$"):
-            cudadriver.make_current()
-    else:
+    with raising(f"gave a thread no context: {said}") if said else contextlib.nullcontext():
         cudadriver.make_current()
     assert library.called == called
 
 
 def test_a_guarded_device_has_a_context(monkeypatch):
     """Of CUDA alone: not on a CPU, and not with HIP, which torch calls CUDA too."""
-    import contextlib
-
-    import torch
-
     from portattn.launch import run
 
     made: list[str] = []

@@ -126,7 +126,6 @@ NEGATES = """
 import numpy as np, triton.language as tl
 from triton.runtime import interpreter
 from portattn.launch.run import mend_bf16
-
 builder = interpreter.InterpreterBuilder
 builder.create_fneg = lambda self, arg: interpreter.TensorHandle(np.negative(arg.data), arg.dtype.scalar)
 mend_bf16()
@@ -149,12 +148,10 @@ def test_bfloat16_is_negated_as_triton_3_8_asks_for_it():
 
 THREADS = """
 import threading, torch, portattn
-
 torch.set_num_threads(1)
 q, k = torch.randn(1, 2, 33, 16), torch.randn(1, 2, 70, 16)
 expected = portattn.attention(q, k, k, causal=True, backend="interpreter")
 found, together = [], threading.Barrier(6)
-
 def call():
     together.wait()
     for _ in range(3):
@@ -162,7 +159,6 @@ def call():
             found.append(portattn.attention(q, k, k, causal=True, backend="interpreter"))
         except Exception as error:
             found.append(error)
-
 threads = [threading.Thread(target=call) for _ in range(6)]
 for thread in threads: thread.start()
 for thread in threads: thread.join()

@@ -108,8 +108,8 @@ def test_contiguous_strides() -> None:
 
 def test_what_is_asked_of_a_device_type(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the public functions of its torch module, where there is no shorter way."""
-    module = SimpleNamespace(current_device=lambda: 3, current_stream=lambda index: SimpleNamespace(
-        npu_stream=index + 100))  # fmt: skip
+    stream = lambda index: SimpleNamespace(npu_stream=index + 100)  # noqa: E731
+    module = SimpleNamespace(current_device=lambda: 3, current_stream=stream)
     monkeypatch.setattr(torch, "npu", module, raising=False)
     asked: list[Any] = []
 

@@ -74,7 +74,6 @@ def test_a_test_may_name_its_own_targets(pytester: pytest.Pytester, inner: Runne
     pytester.makepyfile(
         """
         import pytest
-
         @pytest.mark.parametrize("portattn_target", ["h100", "gfx942"], indirect=True)
         def test_own(portattn_target):
             assert portattn_target.name in ("cuda:sm_90", "rocm:gfx942")
@@ -88,7 +87,6 @@ def test_the_arguments_of_parametrize_may_be_named(pytester: pytest.Pytester, in
     pytester.makepyfile(
         """
         import pytest
-
         @pytest.mark.parametrize(argnames="size", argvalues=[1, 2])
         def test_own(portattn_target, size):
             assert portattn_target.name == "cuda:sm_80"
@@ -226,7 +224,6 @@ def test_a_module_is_imported_though_what_it_imports_is_not_there(tmp_path: Path
         import triton
         import triton.language as tl
         from team import SIZE
-
         try:
             from triton.no_such_module import Thing
         except ImportError:
@@ -238,18 +235,14 @@ def test_a_module_is_imported_though_what_it_imports_is_not_there(tmp_path: Path
             no_such_package_anywhere = None
         assert no_such_package_anywhere is None
         WIDE = torch.finfo(torch.float16).max if torch.cuda.is_available() else SIZE
-
         class Scale(Function):
             pass
-
         class Layer(torch.nn.Module):
             pass
-
         @triton.autotune([triton.Config({"BLOCK": 64})], key=["n"])
         @triton.jit
         def kernel(x, n, BLOCK: tl.constexpr):
             tl.store(x + tl.arange(0, BLOCK), 0.0)
-
         @pytest.mark.parametrize("n", [1, 2])
         @torch.no_grad()
         def test_it(n):
@@ -264,7 +257,6 @@ def test_a_kernel_that_is_made_by_what_is_not_there_is_refused_at_once(tmp_path:
     source = """
         import torch
         import triton
-
         @torch.compile
         @triton.jit
         def kernel(x):

@@ -10,7 +10,6 @@ from portattn.planning.registry import Registry
 
 MARKED = """
     import pytest
-
     @pytest.mark.portattn_quirk("cuda-9000")
     def test_it(portattn_target):
         {body}
@@ -72,19 +71,15 @@ def test_a_failing_fixture_counts_and_a_failing_teardown_does_not(pytester, inne
     pytester.makepyfile(
         """
         import pytest
-
         @pytest.fixture
         def compiled(portattn_target):
             raise RuntimeError("boom")
-
         @pytest.fixture
         def closing(portattn_target):
             yield
             raise RuntimeError("boom")
-
         @pytest.mark.portattn_quirk("cuda-9000")
         def test_setup(portattn_target, compiled): pass
-
         @pytest.mark.portattn_quirk("cuda-9000")
         def test_teardown(portattn_target, closing):
             raise RuntimeError("boom")
@@ -159,11 +154,9 @@ def test_a_packages_own_quirks_are_known(pytester, inner, tmp_path, monkeypatch)
 # What every run of pytest gets where portattn is installed: nothing, until something of the plug-in is used.
 PLAIN = """
     import pytest
-
     @pytest.mark.parametrize("n", [1, 2])
     def test_plain(n):
         assert n
-
     @pytest.mark.xfail(strict=True)
     def test_expected():
         assert False

@@ -1,11 +1,9 @@
-"""One of two processes of test_dtensor.py. Arguments: its rank, a file where the processes meet."""
+"""What the two ranks of test_dtensor.py run."""
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 
 import portattn
@@ -83,7 +81,9 @@ def loss(found: tuple[Any, Any]) -> Any:
     return out.sin().sum() + lse.nan_to_num(0.0, 0.0, 0.0).sum()
 
 
-def judged(call: str, way: str, mesh: Any) -> str:
+def judged(call: str, way: str) -> str:
+    """Return what is not as one process has it, or "right"."""
+    mesh = init_device_mesh("cpu", (2,))
     function, tensors, values, heads = calls()[call]
     plain = {n: t.clone().requires_grad_(t.is_floating_point()) for n, t in tensors.items()}
     expected = function(**plain, **values, return_lse=True)
@@ -105,20 +105,3 @@ def judged(call: str, way: str, mesh: Any) -> str:
     if way == "batch" and given[next(iter(given))].placements == (Shard(0),) and found[0].placements != (Shard(0),):
         wrong.append(f"out is {found[0].placements}")
     return ", ".join(wrong) or "right"
-
-
-def main() -> None:
-    rank, store = int(sys.argv[1]), sys.argv[2]
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2, init_method=f"file://{store}")
-    mesh = init_device_mesh("cpu", (2,))
-    for call in calls():
-        for way in ("batch", "heads", "whole", "mixed"):
-            found = judged(call, way, mesh)
-            if rank == 0:
-                print(call, way, found, sep="\t", flush=True)
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
