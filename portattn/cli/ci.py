@@ -275,10 +275,10 @@ def _keep(runs: dict[str, SideRun], out: Path | None) -> None:
 
 
 def _tell_runner(found: CiReport, summary: Path | None, as_json: bool) -> None:
-    from portattn.tools.compare.report import SUMMARY, annotation_lines, append, on_runner, render
+    from portattn.tools.compare.report import ACTIONS, SUMMARY, annotation_lines, append, render
     from portattn.tools.matrix.results import write_data
 
-    if on_runner(os.environ):
+    if os.environ.get(ACTIONS) == "true":
         for line in annotation_lines(found):
             click.echo(line, err=as_json)  # a runner reads both streams
     step = os.environ.get(SUMMARY)

@@ -156,7 +156,9 @@ def _row(state: ToolchainState) -> tuple[str, ...]:
     made = state.environment
     if made is None:
         return state.toolchain, "broken" if state.broken else "-", "", "", "", state.broken
-    return state.toolchain, "made", _megabytes(made.bytes), made.python_version, _age(made.created), _lacking(made)
+    days = (datetime.date.today() - made.created).days
+    age = "today" if days <= 0 else plural(days, "day")
+    return state.toolchain, "made", _megabytes(made.bytes), made.python_version, age, _lacking(made)
 
 
 def _lacking(made: Environment) -> str:
@@ -165,11 +167,6 @@ def _lacking(made: Environment) -> str:
 
     lacking = [name for name in getattr(programs(made.toolchain), "ALL", ()) if name not in made.tools]
     return f"lowers, and cannot execute what it lowered: no {', '.join(lacking)}" if lacking else ""
-
-
-def _age(created: datetime.date) -> str:
-    days = (datetime.date.today() - created).days
-    return "today" if days <= 0 else plural(days, "day")
 
 
 def _megabytes(number: int) -> str:

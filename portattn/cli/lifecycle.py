@@ -112,22 +112,18 @@ def _show_failure(made: Any, number: int, of: int) -> None:
     for text in made.left_out:
         click.secho(f"left out: {text}", fg="yellow")
     if made.files:
-        _show_draft(made)
+        output.heading(made.id)
+        for file in made.files:
+            click.echo(f"  {file}")
+        if made.replay:
+            click.secho(made.replay, fg={True: "green", False: "red"}.get(made.reproduced))
+        if made.open:
+            output.heading("to be filled in")
+            output.pairs((f"{made.files[-1]}:{line}", text) for line, text in made.open)
     elif made.failure["not_a_bug"]:
         click.echo(f"no compiler's failure, and not drafted: {made.failure['not_a_bug']}")
     else:
         click.echo("nothing was written: --force drafts an entry all the same")
-
-
-def _show_draft(made: Any) -> None:
-    output.heading(made.id)
-    for file in made.files:
-        click.echo(f"  {file}")
-    if made.replay:
-        click.secho(made.replay, fg={True: "green", False: "red"}.get(made.reproduced))
-    if made.open:
-        output.heading("to be filled in")
-        output.pairs((f"{made.files[-1]}:{line}", text) for line, text in made.open)
 
 
 @click.command()

@@ -352,9 +352,9 @@ def _concerns(quirk: Quirk, target: Any) -> bool:
 
 
 def _summary(quirk: Quirk) -> dict[str, Any]:
-    own = {name: getattr(quirk, name) for name in ("id", "title", "symptom", "kind")}
-    own |= {"backend": quirk.when.backend, "sentence": quirk.sentence()}
-    return own | {"upstream": quirk.evidence.upstream, "file": quirk.file}
+    own = {name: getattr(quirk, name) for name in ("id", "title", "symptom", "kind", "file")}
+    own |= {"backend": quirk.when.backend, "sentence": quirk.sentence(), "upstream": quirk.evidence.upstream}
+    return own
 
 
 def _words(value: Any) -> str:

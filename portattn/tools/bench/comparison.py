@@ -15,7 +15,7 @@ from portattn.tools import run_log
 from portattn.tools.bench.cases import SETS
 from portattn.tools.bench.contenders import MINE
 from portattn.tools.bench.firstcall import FirstCall
-from portattn.tools.bench.report import Status, csv_text, document, geomean, goal_results, number, table
+from portattn.tools.bench.report import Status, csv_text, document, goal_results, mean, number, table
 from portattn.tools.bench.results import Figures, Result, Row, decode
 from portattn.tools.bench.rounds import ratio
 from portattn.tools.run_log import UNREADABLE
@@ -149,12 +149,11 @@ def sets(found: Iterable[CaseOfReleases]) -> list[SetOfReleases]:
         there = [(of.of_best, case) for of, case in values if of.of_best is not None]
         ratios = [of.ratio for of, _ in values if of.ratio is not None]
         worst, where = min(there, default=(None, ""))
-        mean = geomean([value for value, _ in there]) if there else None
         made.append(
             SetOfReleases(
-                set=set_, contender=contender, release=release, cells=len(there), of=len(values), of_best=mean,
-                worst=worst, worst_case=where, ratio=geomean(ratios) if ratios else None,
-                least_ratio=min(ratios, default=None),
+                set=set_, contender=contender, release=release, cells=len(there), of=len(values),
+                of_best=mean(of.of_best for of, _ in values), worst=worst, worst_case=where,
+                ratio=mean(ratios), least_ratio=min(ratios, default=None),
             )
         )  # fmt: skip
     return made

@@ -4,6 +4,7 @@ Every step ends with the device idle, and only one process runs at a time."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import sys
@@ -13,7 +14,7 @@ import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -34,9 +35,6 @@ from portattn.tools.bench.rounds import Ceilings, DeviceClock, Spread
 from portattn.tools.bench.tensors import Tensors
 from portattn.worker.child import RUNS
 from portattn.worker.client import Worker
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 T = TypeVar("T")
 
@@ -221,7 +219,7 @@ class ReleaseProcessError(PortattnError):
     """A step in a release's process failed, or the process itself."""
 
 
-class ReleaseProcess:
+class ReleaseProcess(contextlib.AbstractContextManager["ReleaseProcess"]):
     """A release's process, a context: started at the first step, and again for the case after one that ended it."""
 
     def __init__(self, release: Release, task: str = "", turn_s: float = 0.0) -> None:
@@ -230,9 +228,6 @@ class ReleaseProcess:
         self._deaths = 0
         self._ended = ""  # why the process that prepared the case is gone
         self.given_up = ""  # why it is asked no more
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -196,26 +196,21 @@ def summaries(result: Result) -> list[SetSummary]:
     for name in result.sets:
         rows = result.of(name)
         for contender in MINE:
-            found = [f for f in (r.figures(contender) for r in rows) if f is not None and f.rounds_ms]
+            found = [(r, f) for r in rows if (f := r.figures(contender)) is not None and f.rounds_ms]
             if found:
-                worst, where = _worst(rows, contender)
+                worst, where = min(((f.ratio, r.name) for r, f in found if f.ratio is not None), default=(None, ""))
                 made.append(
                     SetSummary(
                         set=name, name=contender, cells=len(found), of=len(rows), worst=worst, worst_case=where,
-                        **{n: _mean(getattr(f, n) for f in found) for n in ("ratio", "graph_ratio", "of_floor")},
+                        **{n: mean(getattr(f, n) for _, f in found) for n in ("ratio", "graph_ratio", "of_floor")},
                     )
                 )  # fmt: skip
     return made
 
 
-def _mean(values: Iterable[float | None]) -> float | None:
+def mean(values: Iterable[float | None]) -> float | None:
     there = [value for value in values if value is not None]
     return geomean(there) if there else None
-
-
-def _worst(rows: list[Row], contender: str) -> tuple[float | None, str]:
-    found = [(f.ratio, r.name) for r in rows for f in r.contenders if f.name == contender and f.ratio is not None]
-    return min(found) if found else (None, "")
 
 
 def document(result: Result) -> dict[str, Any]:

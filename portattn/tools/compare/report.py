@@ -7,7 +7,7 @@ from __future__ import annotations
 import datetime
 import html
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -315,10 +315,6 @@ ACTIONS = "GITHUB_ACTIONS"  # "true" on a runner
 SUMMARY = "GITHUB_STEP_SUMMARY"  # the file that a step appends its summary to
 SHOWN = 10  # annotations of a kind that a step shows
 LEAST = 512  # bytes without which a summary says nothing
-
-
-def on_runner(environment: Mapping[str, str]) -> bool:
-    return environment.get(ACTIONS) == "true"
 
 
 def append(path: Path, report: CiReport) -> bool:

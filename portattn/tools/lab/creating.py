@@ -288,6 +288,8 @@ def _install(name: str, making: Path, chosen: Python | None, say: Say, commands:
     distribution, recipe = name.partition("==")[0], folders.recipe(name)
     parsed, supported = Toolchain.parse(name), SpecifierSet(recipe.python)
     also = [package for package, versions in recipe.also.items() if parsed.within(distribution, versions)]
+    elsewhere = ("PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_USER", "PYTHONPATH", "PYTHONHOME")
+    of_pip = {k: v for k, v in os.environ.items() if k not in elsewhere} | {"PIP_USER": "0", "PYTHONUNBUFFERED": "1"}
     refused: list[str] = []
     tried: list[str] = []
     for python in [chosen] if chosen else candidates(supported):
@@ -296,7 +298,7 @@ def _install(name: str, making: Path, chosen: Python | None, say: Say, commands:
         making.parent.mkdir(parents=True, exist_ok=True)
         try:
             commands.run([python.path, "-I", "-m", "venv", "--without-pip", str(making)], say)
-            commands.run([*_pip(), *_into(making), name, *also], say, environment=_pip_environment())
+            commands.run([*_pip(), *_into(making), name, *also], say, environment=of_pip)
         except CommandError as error:
             if not any("No matching distribution" in line for line in error.lines):
                 raise LabError(f"{name}: cannot be installed\n{error}") from None
@@ -327,11 +329,6 @@ def _into(folder: Path) -> list[str]:
         "--python", str(folders.interpreter(folder)), "--no-input", "--disable-pip-version-check", "install",
         "--no-deps", "--only-binary", ":all:", "--progress-bar", "off", "--no-warn-script-location",
     ]  # fmt: skip
-
-
-def _pip_environment() -> dict[str, str]:
-    elsewhere = ("PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_USER", "PYTHONPATH", "PYTHONHOME")
-    return {k: v for k, v in os.environ.items() if k not in elsewhere} | {"PIP_USER": "0", "PYTHONUNBUFFERED": "1"}
 
 
 def packages(folder: Path) -> Path:

@@ -98,15 +98,12 @@ class ToolchainState(msgspec.Struct, frozen=True, kw_only=True):
 def root() -> Path:
     """Return the folder of all environments, in the cache folder. Raises SettingError on a bad PORTATTN_CACHE_DIR."""
     given = current().cache_dir
-    if given and (blocking := _no_folder(Path(given))):
-        limit = f"must be a folder, or a path where one can be made: {blocking} is no folder"
+    path = Path(given)
+    there = next((part for part in (path, *path.parents) if os.path.lexists(part)), path)
+    if given and os.path.lexists(there) and not there.is_dir():
+        limit = f"must be a folder, or a path where one can be made: {there} is no folder"
         raise SettingError(f"PORTATTN_CACHE_DIR (setting cache_dir) is {given!r}, but {limit}")
     return cache_folder(given) / "lab"
-
-
-def _no_folder(path: Path) -> Path | None:
-    there = next((part for part in (path, *path.parents) if os.path.lexists(part)), path)
-    return there if os.path.lexists(there) and not there.is_dir() else None
 
 
 def canonical(toolchain: str) -> str:

@@ -96,7 +96,9 @@ def run(
                     break
         missing = _without_a_word(quirk, arms)
     if missing:
-        reason = f"{missing}; {_since(quirk, where)}"
+        dates = [seen.date for seen in quirk.verified if (seen.toolchain, seen.target) == (_name(where), where.name)]
+        since = f"last verified here on {max(dates)}" if dates else f"never verified on {_name(where)}"
+        reason = f"{missing}; {since}"
         return ProbeResult(**common, verdict="unverified", reason=reason, date=datetime.date.today())  # type: ignore[arg-type]
     verdict = probe_outcome(in_range, *(arms[name].word for name in ("control", "off", "on")))
     told = {"broken": "control", "ineffective": "on"}.get(verdict, "off")
@@ -192,11 +194,6 @@ def affected_versions(quirk: Quirk) -> list[str]:
     name = range_component(quirk)
     pairs = [seen.toolchain.partition("==") for seen in quirk.verified if seen.off == SIGNATURE]
     return [version for distribution, _, version in pairs if distribution == name]
-
-
-def _since(quirk: Quirk, where: Target) -> str:
-    dates = [seen.date for seen in quirk.verified if seen.toolchain == _name(where) and seen.target == where.name]
-    return f"last verified here on {max(dates)}" if dates else f"never verified on {_name(where)}"
 
 
 def _name(where: Target) -> str:

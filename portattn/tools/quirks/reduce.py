@@ -87,19 +87,9 @@ def _flag_off(flag: str) -> Offer:
     return offer
 
 
-def _no_window(what: Specialisation) -> _Steps:
-    yield _problem("without window", window_left=UNLIMITED, window_right=UNLIMITED)
-    yield _problem("without chunk", chunk=0)
-
-
 def _not_causal(what: Specialisation) -> _Steps:
     if what.problem.op != "varlen_attention" or not what.problem.window:
         yield _problem("not causal", causal="none")
-
-
-def _plain_memory(what: Specialisation) -> _Steps:
-    yield _problem("aligned", aligned=True)
-    yield _problem("layout bhsd", layout="bhsd")
 
 
 def _one_split(what: Specialisation) -> _Steps:
@@ -170,11 +160,15 @@ def _usual_choice(what: Specialisation) -> _Steps:
         yield f"{name} {value}", {"lowering": {name: value}}
 
 
+_NO_WINDOW = (
+    _problem("without window", window_left=UNLIMITED, window_right=UNLIMITED), _problem("without chunk", chunk=0),
+)  # fmt: skip
+_PLAIN_MEMORY = _problem("aligned", aligned=True), _problem("layout bhsd", layout="bhsd")
 # In the order in which they are tried.
 OFFERS: tuple[Offer, ...] = (
-    *(_flag_off(flag) for flag in _FLAGS), _no_window, _not_causal, _plain_memory, _one_split, _fewer_heads, _smaller,
-    _dtype, _width, _one_tile, _tile("block_m"), _tile("block_n"), _fewer("num_warps"), _fewer("num_stages"),
-    _option_off, _variable_off, _usual_choice,
+    *(_flag_off(flag) for flag in _FLAGS), lambda _: _NO_WINDOW, _not_causal, lambda _: _PLAIN_MEMORY, _one_split,
+    _fewer_heads, _smaller, _dtype, _width, _one_tile, _tile("block_m"), _tile("block_n"), _fewer("num_warps"),
+    _fewer("num_stages"), _option_off, _variable_off, _usual_choice,
 )  # fmt: skip
 
 
