@@ -56,16 +56,14 @@ FUNCTIONS = {
     "attention": "flash_attn_func", "varlen_attention": "flash_attn_varlen_func",
     "paged_attention": "unified_attention", "mla_attention": "mla_decode_fwd",
 }  # fmt: skip
-# Features that a function takes beside windows: parameters that they need.
-_PARAMETERS = {
-    "flash_attn_func": {"alibi_slopes": "alibi_slopes", "sinks": "sink_ptr"},
-    "flash_attn_varlen_func": {
-        "alibi_slopes": "alibi_slopes", "sinks": "sink_ptr", "softcap": "logits_soft_cap",
-    },
-    "unified_attention": {"sinks": "sinks", "softcap": "softcap"},
-    "mla_decode_fwd": {},
-}  # fmt: skip
-_WINDOWED = ("flash_attn_func",)
+_FEATURES = {
+    "flash_attn_func": ("window", "alibi_slopes"),
+    "flash_attn_varlen_func": ("alibi_slopes", "softcap"),
+    "unified_attention": ("sinks",),
+    "mla_decode_fwd": (),
+}
+SOFTCAP_SINCE = (0, 1, 8)  # assembly kernels ran in place of CK's with a softcap up to 0.1.7.post2 (aiter PR #1519)
+MAX_ALIBI_KEYS = 65536  # CK's distances have 16 bits (v_sad_u16)
 
 
 class RecordedSignature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -189,12 +187,6 @@ class AiterPath(VendorPath):
             return first_refusal(self.name, known)
         function = FUNCTIONS[p.op]
         signature, lacks = find_signature(function)
-        parameters = _PARAMETERS[function]
-        taken = (*parameters, *(("window",) if function in _WINDOWED else ()))
-        missing = [
-            name for feature, name in parameters.items()
-            if getattr(p, feature) and signature is not None and name not in signature.names
-        ]  # fmt: skip
         hint = "backend='reference'"
         return first_refusal(
             self.name,
@@ -210,7 +202,8 @@ class AiterPath(VendorPath):
                 hint,
             ),
             (p.large, "a tensor spans 2 GiB or more, and AITER's kernels were not read for that", hint),
-            features_check(function, p, "is called without", taken),
+            *_feature_checks(function, p),
+            features_check(function, p, "is called without", _FEATURES[function]),
             dropout_check(function, p),
             splits_check(function, p),
             (
@@ -223,11 +216,6 @@ class AiterPath(VendorPath):
             *(_latent_checks(p, signature) if p.op == "mla_attention" else _width_checks(function, p)),
             *(_page_checks(function, p) if p.op == "paged_attention" else ()),
             (bool(lacks), lacks, "install an amd-aiter of backends/rocm/aiter.toml"),
-            (
-                bool(missing),
-                f"{_installed_name()}: {function} has no parameter {', '.join(missing)}",
-                "a later amd-aiter",
-            ),
         )
 
     def run(self, call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -240,6 +228,45 @@ class AiterPath(VendorPath):
 
 
 _NEVER: Check = (False, "", "")
+
+
+def _feature_checks(function: str, p: Problem) -> tuple[Check, ...]:
+    flash = function in ("flash_attn_func", "flash_attn_varlen_func")
+    alibi, found = flash and p.alibi_slopes, find_installation()
+    return (
+        (
+            flash and p.sinks,
+            f"sinks asked for, and {function} drops them in its assembly kernels and where seq_q is 1",
+            "backend='reference'",
+        ),
+        (
+            function == "unified_attention" and p.softcap,
+            f"softcap asked for, and {function} computes exp(score / softcap), which overflows to NaN above 88",
+            "backend='reference'",
+        ),
+        (
+            function == "flash_attn_varlen_func" and p.softcap and found is not None and found.release < SOFTCAP_SINCE,
+            f"{_installed_name()}: {function} may drop softcap before {'.'.join(map(str, SOFTCAP_SINCE))}",
+            "a later amd-aiter",
+        ),
+        # CK's AlibiMode::VERTICAL adds slope * key, whatever the row. Seen on gfx950: other outputs, and a memory fault
+        # for packed sequences (amd-nprotaso/FlyDSL at 7df9a99, kernels/attention/verify_flash_attn_alibi.py).
+        (
+            alibi and p.causal != "none",
+            f"alibi_slopes asked for with causal {p.causal}, and {function} was reported wrong for them on gfx950",
+            "backend='reference'",
+        ),
+        (
+            alibi and p.return_lse,
+            f"return_lse is True with alibi_slopes, and {function} may leave a row's position out of its LSE",
+            "return_lse=False, or backend='reference'",
+        ),
+        (
+            alibi and max(p.seq_q, p.seq_k) > MAX_ALIBI_KEYS,
+            f"seq_q is {p.seq_q} and seq_k {p.seq_k} with alibi_slopes, and {function} takes up to {MAX_ALIBI_KEYS}",
+            "backend='reference'",
+        ),
+    )
 
 
 def _mask_checks(function: str, p: Problem) -> tuple[Check, ...]:
@@ -278,7 +305,7 @@ def _mask_checks(function: str, p: Problem) -> tuple[Check, ...]:
 
 
 def _training_checks(function: str, p: Problem) -> tuple[Check, ...]:
-    without = [name for name in ("return_lse", "sinks", "alibi_slopes", "softcap") if getattr(p, name)]
+    without = [name for name in ("return_lse", "alibi_slopes", "softcap") if getattr(p, name)]
     return (
         (
             p.needs_grad and function not in ("flash_attn_func", "flash_attn_varlen_func"),
@@ -398,7 +425,7 @@ def _paged(attend: Callable[..., Any], call: Call) -> tuple[torch.Tensor, None]:
     out = torch.empty_like(q)
     attend(
         q, call.k.transpose(1, 2), call.v.transpose(1, 2), out, starts, p.seq_q, call.seqlens_k, p.seq_k, call.scale,
-        causal=True, window_size=(-1, -1), block_table=call.page_table, softcap=call.softcap, q_descale=None,
+        causal=True, window_size=(-1, -1), block_table=call.page_table, softcap=0.0, q_descale=None,
         k_descale=None, v_descale=None, sinks=call.sinks,
     )  # fmt: skip
     out, _ = _cleared(call, out, None, starts, call.seqlens_k)
@@ -445,8 +472,6 @@ def _flash_arguments(call: Call) -> dict[str, Any]:
     }  # fmt: skip
     if call.alibi_slopes is not None:
         given["alibi_slopes"] = call.alibi_slopes.contiguous()
-    if call.sinks is not None:
-        given["sink_ptr"] = call.sinks.float()
     return given
 
 
@@ -476,19 +501,14 @@ def _as_called(call: Call, out: torch.Tensor) -> torch.Tensor:
 def _cleared(
     call: Call, out: torch.Tensor, lse: torch.Tensor | None, starts: torch.Tensor, lengths: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return out (Tq, Hq, Dv) with 0, and LSE (Hq, Tq) with the sink or -inf, in rows without a key to attend."""
+    """Return out (Tq, Hq, Dv) with 0, and LSE (Hq, Tq) with -inf, in rows without a key to attend."""
     import torch
 
     rows = _rows(call, 0, out.shape[0])
     sequence = torch.bucketize(rows, starts[1:], right=True).clamp(max=len(lengths) - 1)
     keys = lengths[sequence]
-    outside = (rows < starts[0]) | (rows >= starts[-1])
-    idle = outside | (keys <= 0)
+    idle = (rows < starts[0]) | (rows >= starts[-1]) | (keys <= 0)
     if call.problem.causal == "bottom_right":
         idle = idle | (rows - starts[sequence + 1] + keys < 0)
     out = out.masked_fill(idle[:, None, None], 0.0)
-    if lse is None:
-        return out, None
-    if call.sinks is not None:
-        lse = torch.where(idle, call.sinks.float()[:, None], lse)
-    return out, lse.masked_fill(outside if call.sinks is not None else idle, -math.inf)
+    return out, None if lse is None else lse.masked_fill(idle, -math.inf)

@@ -1,5 +1,5 @@
 """A stand-in for AITER: a package whose modules have a release's recorded signatures, and functions that check their
-arguments and answer in float64. What AITER's source leaves undefined, or multiplies by 0, comes back as NaN."""
+arguments and answer in float64. What AITER's source drops, leaves undefined or multiplies by 0 comes back as NaN."""
 
 import math
 from pathlib import Path
@@ -47,7 +47,7 @@ def attend(
         assert sinks.dtype is torch.float32
         scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, q.shape[1], 1)], -1)
     weights = torch.softmax(scores, -1)[..., : k.shape[1]]
-    lse = torch.logsumexp(scores, -1).masked_fill(hidden.all(-1), math.nan)
+    lse = torch.logsumexp(scores, -1).masked_fill(hidden.all(-1) | (slopes is not None), math.nan)
     return (weights @ v).transpose(0, 1).to(dtype), lse.float()  # a hidden value has a weight of 0: NaN spreads
 
 
@@ -60,9 +60,9 @@ def features_of(q: Any, k: Any, v: Any, given: dict[str, Any]) -> dict[str, Any]
     training = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     assert given["return_lse"] or not training, "its own assertion"
     slopes, sinks, softcap = given["alibi_slopes"], given.get("sink_ptr"), given.get("logits_soft_cap", 0.0)
-    assert slopes is None or (slopes.dtype is torch.float32 and slopes.is_contiguous())
+    assert slopes is None or (slopes.dtype is torch.float32 and slopes.is_contiguous() and not given["causal"])
     assert not training or (slopes, sinks, softcap) == (None, None, 0.0), "its backward pass has none of them"
-    return {"causal": given["causal"], "window": (left, right), "sinks": sinks, "softcap": softcap}
+    return {"causal": given["causal"], "window": (left, right), "softcap": softcap if sinks is None else math.nan}
 
 
 def flash_attn_func(q: Any, k: Any, v: Any, **given: Any) -> Any:
@@ -97,14 +97,13 @@ def unified_attention(q: Any, k: Any, v: Any, out: Any, cu_seqlens_q: Any, sequs
     assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
     assert given["block_table"].dtype == seqused_k.dtype == cu_seqlens_q.dtype == torch.int32
     assert k.shape[1] > 64, "it multiplies a page's unused places by 0"
-    assert given["window_size"] == (-1, -1), "keys before a window may hold NaN"
+    assert (given["window_size"], given["softcap"]) == ((-1, -1), 0.0), "keys before a window may hold NaN"
     out.fill_(math.nan)
     for n, length in enumerate(seqused_k.tolist()):
         rows = slice(int(cu_seqlens_q[n]), int(cu_seqlens_q[n + 1]))
         ids = given["block_table"][n, : -(-length // k.shape[1])].long()
         keys, values = (x[ids].flatten(0, 1)[:length] for x in (k, v))
-        features = {"causal": True, "softcap": given["softcap"], "sinks": given["sinks"]}
-        out[rows] = attend(q[rows], keys, values, given["softmax_scale"], **features)[0]
+        out[rows] = attend(q[rows], keys, values, given["softmax_scale"], causal=True, sinks=given["sinks"])[0]
 
 
 def mla_decode_fwd(

@@ -30,7 +30,7 @@ LATENT = {
     "op": "mla_attention", "batch": 3, "heads_q": 16, "heads_k": 1, "seq_q": 1, "seq_k": 20, "head_dim": 576,
     "head_dim_v": 512, "page_size": 1, "seqlens_k": True, "dtype": "bf16",
 }  # fmt: skip
-CAUSAL = {"causal": "bottom_right"}
+CAUSAL, ALIBI = {"causal": "bottom_right"}, {"alibi_slopes": True}
 PLAIN = {
     "flash_attn_func": DENSE,
     "flash_attn_varlen_func": PACKED,
@@ -66,14 +66,13 @@ def check(p: Problem, seed: int = 0) -> None:
 
 
 CASES = [
-    DENSE, DENSE | CAUSAL, DENSE | {"return_lse": True, "dtype": "fp16"}, DENSE | {"layout": "bshd", "sinks": True},
+    DENSE, DENSE | CAUSAL, DENSE | {"return_lse": True, "dtype": "fp16"}, DENSE | {"layout": "bshd"},
     DENSE | CAUSAL | {"seq_q": 9, "seq_k": 5}, DENSE | {"causal": "top_left", "seq_q": 9, "return_lse": True},
     DENSE | CAUSAL | {"window_left": 2}, DENSE | {"window_left": 0, "window_right": 2, "return_lse": True},
-    DENSE | {"alibi_slopes": True, "return_lse": True}, DENSE | {"head_dim": 192, "head_dim_v": 128},
-    PACKED | {"return_lse": True}, PACKED | CAUSAL | {"return_lse": True, "sinks": True},
-    PACKED | CAUSAL | {"softcap": True}, PACKED | {"alibi_slopes": True},
-    PAGED, PAGED | {"page_layout": "hpd", "layout": "bshd"}, PAGED | {"sinks": True, "softcap": True},
-    PAGED | {"total_q": 12}, PAGED | {"seq_q": 1, "causal": "none"},
+    DENSE | ALIBI, DENSE | {"head_dim": 192, "head_dim_v": 128}, PACKED | {"return_lse": True},
+    PACKED | CAUSAL | {"return_lse": True}, PACKED | CAUSAL | {"softcap": True}, PACKED | ALIBI, PAGED,
+    PAGED | {"page_layout": "hpd", "layout": "bshd"}, PAGED | {"sinks": True}, PAGED | {"total_q": 12},
+    PAGED | {"seq_q": 1, "causal": "none"},
     LATENT, LATENT | {"return_lse": True}, LATENT | {"return_lse": True, "total_q": 3, "layout": "bshd"},
 ]  # fmt: skip
 
@@ -123,12 +122,13 @@ REFUSED = [
     (PACKED | CAUSAL | {"window_left": 3}, "window (3, -1) asked for"), (DENSE | {"large": True}, "2 GiB"),
     (PAGED | {"causal": "none"}, "causal is none with seq_q 5"), (PAGED | {"return_lse": True}, "returns no LSE"),
     (PAGED | {"page_size": 64}, "NaN in unused places"), (PAGED | {"num_splits": 2}, "num_splits is 2"),
-    (PAGED | {"alibi_slopes": True}, "alibi_slopes asked for"),
-    (PAGED | {"window_left": 7}, "window (7, -1) asked for"),
-    (LATENT | {"page_size": 16, "seq_k": 32}, "page_size is 16"),
-    (LATENT | {"heads_q": 32}, "heads_q is 32"), (LATENT | {"seq_q": 2} | CAUSAL, "seq_q is 2"),
+    (PAGED | {"window_left": 7}, "window (7, -1) asked for"), (LATENT | {"heads_q": 32}, "heads_q is 32"),
+    (LATENT | {"page_size": 16, "seq_k": 32}, "page_size is 16"), (LATENT | {"seq_q": 2} | CAUSAL, "seq_q is 2"),
     (LATENT | {"dtype": "fp16"}, "dtype is fp16"), (DENSE | {"op": "decode_attention"}, "op is decode_attention"),
-    (DENSE | {"seq_q": 0}, "a size is 0"),
+    (DENSE | {"seq_q": 0}, "a size is 0"), (PAGED | {"softcap": True}, "overflows to NaN"),
+    (DENSE | {"sinks": True}, "drops them"), (PACKED | {"sinks": True}, "drops them"),
+    (PACKED | CAUSAL | ALIBI, "with causal bottom_right"), (DENSE | ALIBI | {"return_lse": True}, "out of its LSE"),
+    (DENSE | ALIBI | {"seq_k": 65537}, "takes up to 65536"), (PAGED | ALIBI, "alibi_slopes asked for"),
 ]  # fmt: skip
 
 
@@ -138,10 +138,10 @@ def test_refusals(install: Any, case: dict[str, Any], reason: str) -> None:
     assert reason in refusal(Problem(**case))
 
 
-def test_features_are_refused_by_the_version_that_lacks_their_parameter(install: Any) -> None:
-    install("0.1.9")
-    assert refusal(Problem(**DENSE, sinks=True)) == "aiter 0.1.9: flash_attn_func has no parameter sink_ptr"
-    assert "aiter 0.1.9: mla_decode_fwd writes no LSE" in refusal(Problem(**LATENT, return_lse=True))
+def test_features_are_refused_by_the_version_that_drops_them(install: Any) -> None:
+    install("0.1.7.post2")
+    assert "flash_attn_varlen_func may drop softcap before 0.1.8" in refusal(Problem(**PACKED, softcap=True))
+    assert "aiter 0.1.7.post2: mla_decode_fwd writes no LSE" in refusal(Problem(**LATENT, return_lse=True))
     assert AITER.rejects(Problem(**DENSE), MI350) is None
     assert "arch is gfx1201" in refusal(Problem(**DENSE), RDNA4)
 
