@@ -227,46 +227,33 @@ class AiterPath(VendorPath):
         return _RUNS[call.problem.op](getattr(module, signature.function), call)
 
 
-_NEVER: Check = (False, "", "")
-
-
 def _feature_checks(function: str, p: Problem) -> tuple[Check, ...]:
     flash = function in ("flash_attn_func", "flash_attn_varlen_func")
-    alibi, found = flash and p.alibi_slopes, find_installation()
-    return (
-        (
-            flash and p.sinks,
-            f"sinks asked for, and {function} drops them in its assembly kernels and where seq_q is 1",
-            "backend='reference'",
-        ),
+    alibi, found, hint = flash and p.alibi_slopes, find_installation(), "backend='reference'"
+    without_softcap = function == "flash_attn_varlen_func" and found is not None and found.release < SOFTCAP_SINCE
+    # CK's AlibiMode::VERTICAL adds slope * key, whatever the row. Seen on gfx950: other outputs, and a memory fault for
+    # packed sequences (amd-nprotaso/FlyDSL at 7df9a99, kernels/attention/verify_flash_attn_alibi.py).
+    reasons = (
+        (flash and p.sinks, f"sinks asked for, and {function} drops them in its assembly kernels and where seq_q is 1"),
         (
             function == "unified_attention" and p.softcap,
             f"softcap asked for, and {function} computes exp(score / softcap), which overflows to NaN above 88",
-            "backend='reference'",
         ),
-        (
-            function == "flash_attn_varlen_func" and p.softcap and found is not None and found.release < SOFTCAP_SINCE,
-            f"{_installed_name()}: {function} may drop softcap before {'.'.join(map(str, SOFTCAP_SINCE))}",
-            "a later amd-aiter",
-        ),
-        # CK's AlibiMode::VERTICAL adds slope * key, whatever the row. Seen on gfx950: other outputs, and a memory fault
-        # for packed sequences (amd-nprotaso/FlyDSL at 7df9a99, kernels/attention/verify_flash_attn_alibi.py).
+        (p.softcap and without_softcap, f"{_installed_name()}: {function} may drop softcap before 0.1.8"),
         (
             alibi and p.causal != "none",
             f"alibi_slopes asked for with causal {p.causal}, and {function} was reported wrong for them on gfx950",
-            "backend='reference'",
         ),
         (
             alibi and p.return_lse,
             f"return_lse is True with alibi_slopes, and {function} may leave a row's position out of its LSE",
-            "return_lse=False, or backend='reference'",
         ),
         (
             alibi and max(p.seq_q, p.seq_k) > MAX_ALIBI_KEYS,
             f"seq_q is {p.seq_q} and seq_k {p.seq_k} with alibi_slopes, and {function} takes up to {MAX_ALIBI_KEYS}",
-            "backend='reference'",
         ),
     )
+    return tuple((holds, reason, hint) for holds, reason in reasons)
 
 
 def _mask_checks(function: str, p: Problem) -> tuple[Check, ...]:
@@ -289,13 +276,13 @@ def _mask_checks(function: str, p: Problem) -> tuple[Check, ...]:
             "backend='reference'",
         ),
         (
-            p.seq_q > p.seq_k and (p.window_left >= 0 or p.window_right >= 0 or (p.causal != "none" and p.return_lse)),
+            p.op == "attention"
+            and p.seq_q > p.seq_k
+            and (p.window_left >= 0 or p.window_right >= 0 or (p.causal != "none" and p.return_lse)),
             f"seq_q is {p.seq_q} over seq_k {p.seq_k}, and {function}'s results for rows without a key are not "
             "documented with a window or for the LSE",
             "drop those rows, or backend='reference'",
-        )
-        if p.op == "attention"
-        else _NEVER,
+        ),
         (
             0 in (p.batch, p.heads_q, p.seq_q, p.seq_k, p.total_q, p.total_k),
             "a size is 0, and AITER's kernels are not defined for empty tensors",
@@ -352,11 +339,7 @@ def _page_checks(function: str, p: Problem) -> tuple[Check, ...]:
             f"{_installed_name()}: {function} masks no tiles before {'.'.join(map(str, TILES_OF_64_SINCE))}",
             "a later amd-aiter",
         ),
-        (
-            p.return_lse,
-            f"return_lse is True, and {function} returns no LSE",
-            "return_lse=False, or backend='reference'",
-        ),
+        (p.return_lse, f"return_lse is True, and {function} returns no LSE", "return_lse=False"),
     )
 
 
