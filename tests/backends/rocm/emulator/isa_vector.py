@@ -28,6 +28,11 @@ INTEGER: dict[str, Entry] = {
     "ashrrev_i32": ("u32", "u32 u32", lambda a, b: signed(b) >> (a & 31)),
     "lshlrev_b16": ("u16", "u16 u16", lambda a, b: b << (a & 15)),
     "lshrrev_b16": ("u16", "u16 u16", lambda a, b: b >> (a & 15)),
+    "ashrrev_i16": ("u16", "u16 u16", lambda a, b: signed(b, 16) >> (a & 15)),
+    "pk_lshlrev_b16": ("u32", "u32 u32", lambda a, b: (b << (a & 15)) & 0xFFFF | ((b >> 16) << (a >> 16 & 15)) << 16),
+    "pk_mul_f16": ("f16x2", "u32 u32", lambda a, b: tuple(
+        number.multiply(F16, field(a, n, 16), field(b, n, 16)) for n in (0, 16))),
+    "lshrrev_b64": ("u64", "u32 u64", lambda a, b: b >> (a & 63)),
     "lshlrev_b64": ("u64", "u32 u64", lambda a, b: b << (a & 63)), "min_u32": ("u32", "u32 u32", min),
     "mul_hi_u32": ("u32", "u32 u32", lambda a, b: a * b >> 32),
     "ashrrev_i64": ("u64", "u32 u64", lambda a, b: (b - ((b >> 63) << 64)) >> (a & 63)),
