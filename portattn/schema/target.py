@@ -21,7 +21,7 @@ TRAITS: tuple[str, ...] = get_args(Trait)
 class UnitRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The most that one core does in a cycle, for bounds on time (portattn/testing/bound.py): of the fastest chip.
 
-    clock_mhz      highest clock
+    clock_mhz      highest clock of the chip that the arch file names; cards with a higher one are faster by that ratio
     memory_gbs     bandwidth of the device's memory, 10⁹ bytes a second
     scratchpad     bytes a cycle of the scratchpad
     simds          parts of a core, each with its own warps

@@ -2,8 +2,9 @@
 
 Per step (one tile of keys of one program) the code's instructions take cycles of a core's units (Arch.rates); the steps
 follow from the problem. A launch takes at least as long as its busiest unit, as one warp alone needs for its steps at
-this occupancy, and as the memory needs for the problem's own bytes. Clocks are the highest, caches begin cold, and
-latencies, bank conflicts and the epilogue count as nothing."""
+this occupancy, and as the memory needs for the problem's own bytes. Clocks are the highest of the chip that `[rates]`
+names: a card that is sold with a higher one is faster by that ratio. Caches begin cold, and latencies, bank conflicts
+and the epilogue count as nothing."""
 
 from __future__ import annotations
 
@@ -59,6 +60,7 @@ class LowerBound(msgspec.Struct, frozen=True, kw_only=True):
     steps: int  # of all programs
     programs: int
     bytes: int  # that the problem must move
+    clock_mhz: int
     costs: Costs
 
     def __str__(self) -> str:
@@ -70,6 +72,7 @@ class LowerBound(msgspec.Struct, frozen=True, kw_only=True):
         return "\n".join((
             f"  bound: the portable core takes {self}",
             f"    µs: {_listed(self.times, 1)}",
+            f"    at {self.clock_mhz} MHz: a card of a higher clock is faster by that ratio, but for memory",
             f"    {self.programs} programs, {costs.programs} a core at a time; {self.steps} steps; {self.bytes} bytes",
             f"    a step, a core's cycles: {_listed(costs.cycles, 0)}; of a program alone: {costs.alone:.0f}",
             f"    a step, a warp's instructions: {_listed(costs.counts, 0)}",
@@ -166,8 +169,9 @@ def lower_bound(problem: Problem, launch: Launch, of: Costs, target: Target) -> 
     times["memory"] = moved / rates.memory_gbs / 1e3
     binding = max(times, key=lambda name: times[name])
     return LowerBound(
-        us=times[binding], binding=binding, times=times, steps=total, programs=programs, bytes=moved, costs=of
-    )
+        us=times[binding], binding=binding, times=times, steps=total, programs=programs, bytes=moved,
+        clock_mhz=rates.clock_mhz, costs=of,
+    )  # fmt: skip
 
 
 def _steps(problem: Problem, launch: Launch, kernel: CoreKernel) -> Iterator[tuple[int, int]]:
@@ -180,30 +184,38 @@ def _steps(problem: Problem, launch: Launch, kernel: CoreKernel) -> Iterator[tup
         raise NoBound(f"{p.op}: no bound counts its steps")
     if p.chunk or p.block_mask:
         raise NoBound(f"{p.op}: no bound counts its steps with {'chunks' if p.chunk else 'lists of blocks'}")
-    sequences, rows = p.query_rows
-    if p.packed:  # of one number of rows, equal sequences have the fewest pairs
-        sequences, rows = p.batch, (p.total_q or 0) // max(p.batch, 1)
-    keys = p.tokens or (p.seq_k if p.total_k is None else p.total_k // max(p.batch, 1))
-    shift = keys - rows if p.causal == "bottom_right" else 0
-    right = 0 if p.causal != "none" and not p.tokens else p.window_right
+    rows, keys = _sequence(p)
     for begin in range(0, rows * packs, launch.block_m):
         first, last = begin // packs, (min(begin + launch.block_m, rows * packs) - 1) // packs
-        high = keys if right == UNLIMITED else min(keys, last + shift + right + 1)
-        low = 0 if p.window_left == UNLIMITED else max(first + shift - p.window_left, 0)
+        low, high = _attended(p, rows, keys, first, last)
         tiles = max(ceil_div(high, launch.block_n) - low // launch.block_n, 0)
         for part in range(splits):
-            yield (tiles + part) // splits, sequences * heads
+            yield (tiles + part) // splits, p.batch * heads
+
+
+def _sequence(p: Problem) -> tuple[int, int]:
+    """Return the rows and keys of a sequence; packed sequences count as equal, which have the fewest pairs."""
+    each = [longest if total is None else total // max(p.batch, 1)
+            for longest, total in ((p.seq_q, p.total_q), (p.seq_k, p.total_k))]  # fmt: skip
+    return each[0], each[1]
+
+
+def _attended(p: Problem, rows: int, keys: int, first: int, last: int) -> tuple[int, int]:
+    """Return the first key that the rows from `first` to `last` attend, and the end; without keys it is not behind."""
+    shift = 0 if p.causal == "top_left" else keys - rows
+    right = p.window_right if p.causal == "none" else 0
+    high = keys if right == UNLIMITED else min(keys, max(last + shift + right + 1, 0))
+    low = 0 if p.window_left == UNLIMITED else max(first + shift - p.window_left, 0)
+    return low, min(high, p.tokens or high)  # lists have no windows
 
 
 def compulsory_bytes(problem: Problem) -> int:
     """Return the bytes of the queries, the attended keys and values, and the result, each once."""
-    kernel = CORES[problem.op]
     p, item = problem, TORCH_DTYPE[problem.dtype].itemsize
-    sequences, rows = p.query_rows
-    rows = p.total_q or rows * sequences
-    keys = p.tokens or (kernel.keys(p) if isinstance(kernel, DecodeSplit) else p.seq_k)
-    keys = min(keys, p.seq_q) if p.causal == "top_left" else keys
-    keys = p.total_k if p.total_k is not None else keys * p.batch
+    rows, keys = _sequence(p)
+    low, high = _attended(p, rows, keys, 0, rows - 1)
+    keys = p.total_k if p.total_k is not None and high - low == keys else max(high - low, 0) * p.batch
+    rows = p.total_q or rows * p.batch
     stored = item if p.kv_format == "as_q" else KV_STORED.itemsize / p.cache_format.per_byte
     width = p.head_dim if p.op == "mla_attention" else p.head_dim + p.head_dim_v
     return int(rows * p.heads_q * (p.head_dim + p.head_dim_v) * item + keys * p.heads_k * width * stored)

@@ -54,8 +54,8 @@ def read(kernel: Any, arch: int | str, full: bool) -> dict[str, int | str]:
         facts |= count(ptx, _PTX_MATRIX) | ptxas_report(ptx, int(arch))
     else:
         facts |= amd_report(kernel.asm["amdgcn"])
-    if number := machine_code.instructions_of_key_loop(machine_text(kernel)):
-        facts["loop_instructions"] = number
+    if number := machine_code.instructions_a_megaflop(machine_text(kernel)):
+        facts["instructions_a_megaflop"] = number
     return facts
 
 

@@ -51,10 +51,9 @@ class WarpInstruction(NamedTuple):
 
 
 class KeyLoop(NamedTuple):
-    """The instructions that every round executes; `whole` counts also those that branches may skip."""
+    """A loop over keys by the instructions of a round."""
 
     instructions: tuple[WarpInstruction, ...]
-    whole: int
 
     def count(self, unit: str) -> int:
         return sum(one.unit == unit for one in self.instructions)
@@ -71,8 +70,13 @@ def is_sass(text: str) -> bool:
 
 
 def key_loops(text: str) -> list[KeyLoop]:
-    """Return the innermost loops with products; without any, the whole text as one round (no loop: one tile)."""
+    """Return the innermost loops with products, without instructions that branches may skip."""
     lines, labels = parse(text)
+    return [_loop(lines, labels, *span) for span in _key_spans(lines, labels)]
+
+
+def _key_spans(lines: Sequence[WarpInstruction], labels: Mapping[str, int]) -> list[tuple[int, int]]:
+    """Return where these loops begin and end; without any, the whole text is one round (no loop: one tile)."""
     spans = sorted(
         {(labels[one.target], place) for place, one in enumerate(lines) if labels.get(one.target, place + 1) <= place},
         key=lambda span: span[1] - span[0],
@@ -82,20 +86,22 @@ def key_loops(text: str) -> list[KeyLoop]:
         has = any(one.unit == "matrix" for one in lines[begin : end + 1])
         if has and not any(begin <= inner and last <= end for inner, last in found):
             found.append((begin, end))
-    return [_loop(lines, labels, *span) for span in sorted(found)] or [_loop(lines, labels, 0, len(lines) - 1)]
+    return sorted(found) or [(0, len(lines) - 1)]
 
 
-def instructions_of_key_loop(text: str) -> int:
-    """Return the length of the longest key loop, with blocks that branches may skip; 0 without products."""
-    return max((loop.whole for loop in key_loops(text) if loop.operations()), default=0)
+def instructions_a_megaflop(text: str) -> int:
+    """Return a warp's instructions for 10⁶ operations of its products, of the key loop with most; 0 without products.
+
+    Unrolling a loop changes nothing. Instructions that branches may skip count, and so do their products."""
+    lines, labels = parse(text)
+    loops = [KeyLoop(tuple(lines[begin : end + 1])) for begin, end in _key_spans(lines, labels)]
+    return max((round(1e6 * len(one.instructions) / one.operations()) for one in loops if one.operations()), default=0)
 
 
 def _loop(lines: Sequence[WarpInstruction], labels: Mapping[str, int], begin: int, end: int) -> KeyLoop:
     """Return a loop by the path that takes every conditional branch forward, or, where that skips most products, by
     the one that takes only those which skip none."""
-    shortest = _path(lines, labels, begin, end, products=True)
-    loop = KeyLoop(shortest, end + 1 - begin)
-    others = KeyLoop(_path(lines, labels, begin, end, products=False), loop.whole)
+    loop, others = (KeyLoop(_path(lines, labels, begin, end, products=products)) for products in (True, False))
     return loop if loop.operations() >= LEAST_SHARE * others.operations() else others
 
 

@@ -256,8 +256,8 @@ class SnapshotCell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     noted: tuple[str, ...] = ()  # ids of the quirks that apply and change nothing; not kept in a baseline
     why_not: dict[str, str] = {}  # path -> why it is not taken; not kept in a baseline
     worse: dict[str, int] = {}  # "function fact" -> its amount, of facts of which more is worse; zeros are left out
-    # "function fact" -> loop_instructions, spills and occupancy (programs a core) of its compiled kernels, and a digest
-    # of the launch or schedule that they are compared under
+    # "function fact" -> instructions_a_megaflop (of products), spills and occupancy (programs a core) of its compiled
+    # kernels, and a digest of the launch or schedule that they are compared under
     speed: dict[str, int] = {}
     tile: str = ""
     looked: bool = True  # a compiler was run
@@ -364,7 +364,7 @@ def _speed(cell: Cell) -> dict[str, Any]:
     backend, _, name = cell.target.partition(":")
     arch = Registry.load().arches.get(backend, {}).get(name)  # None: a chip of another portattn's
     for kernel in cell.kernels:
-        facts: dict[str, Any] = {name: kernel.facts.get(name) for name in ("loop_instructions", "spills")}
+        facts: dict[str, Any] = {name: kernel.facts.get(name) for name in ("instructions_a_megaflop", "spills")}
         facts["occupancy"] = kernel.facts.get("occupancy") or (arch and programs_a_core(kernel.facts, arch))
         for fact, value in facts.items():
             if value:

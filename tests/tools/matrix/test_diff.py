@@ -54,9 +54,9 @@ CHANGES = {
         {"plan": VARIANT, "kernels": kernel(spills=8)}, {"kernels": kernel(spills=9)}, {},
         {"variant": "path gluon_forward → triton"}, NOTHING,
     ),
-    "a key loop of twice the instructions is lost": (
-        {"kernels": kernel(loop_instructions=400)}, {"kernels": kernel(loop_instructions=800)}, {},
-        {"speed": "dense_forward loop_instructions 400 → 800"}, NOTHING,
+    "a key loop of twice the instructions for its products is lost": (
+        {"kernels": kernel(instructions_a_megaflop=400)}, {"kernels": kernel(instructions_a_megaflop=800)}, {},
+        {"speed": "dense_forward instructions_a_megaflop 400 → 800"}, NOTHING,
     ),
     "scratch where there was none, and half the occupancy, are lost": (
         {"kernels": kernel(occupancy=4)}, {"kernels": kernel(occupancy=2, spills=96)}, {},
@@ -64,8 +64,8 @@ CHANGES = {
         NOTHING,
     ),
     "another tile's loop is not compared": (
-        {"plan": tile(64), "kernels": kernel(spills=8, loop_instructions=400)},
-        {"plan": tile(128), "kernels": kernel(spills=9, loop_instructions=800)}, {},
+        {"plan": tile(64), "kernels": kernel(spills=8, instructions_a_megaflop=400)},
+        {"plan": tile(128), "kernels": kernel(spills=9, instructions_a_megaflop=800)}, {},
         {"facts": "dense_forward spills 8 → 9"}, NOTHING,
     ),
     "interpreted numbers that are not there any more are lost": (
@@ -118,20 +118,17 @@ def test_a_quirk_that_changes_nothing_is_no_cause(rocm, seen):
     assert compare(msgspec.structs.replace(listed, entries=(kept,)), listed).changes == ()
 
 
-@pytest.mark.parametrize(
-    ("changes", "cause"),
-    [
-        ({"digests": {"kernels": "new"}, "commit": "2" * 40}, "digest of the kernels (k → new)"),
-        ({"digests": {"quirks/any": "new"}}, "quirks of every backend (a → new)"),
-        ({"versions": {"torch": "2.14.0"}}, "torch 2.13.0 → 2.14.0"),
-        ({"variables": {"TRITON_PTXAS_PATH": "p"}}, "variable TRITON_PTXAS_PATH 'unset' → 'p'"),
-        ({"executors": {"rocm:gfx942 emulated": "left out"}}, "emulated: not there → left out"),
-        ({"toolchains": {"triton==3.6.0": "lab"}}, "triton==3.6.0 is compiled with by installed → lab"),
-        ({"portattn": "0.2.0"}, "portattn 0.1.0 → 0.2.0"),
-        ({"digests": {"quirks/cuda": "new"}}, "nothing that is recorded differs"),
-        ({"host": "another"}, "nothing that is recorded differs"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("changes", "cause"), [
+    ({"digests": {"kernels": "new"}, "commit": "2" * 40}, "digest of the kernels (k → new)"),
+    ({"digests": {"quirks/any": "new"}}, "quirks of every backend (a → new)"),
+    ({"versions": {"torch": "2.14.0"}}, "torch 2.13.0 → 2.14.0"),
+    ({"variables": {"TRITON_PTXAS_PATH": "p"}}, "variable TRITON_PTXAS_PATH 'unset' → 'p'"),
+    ({"executors": {"rocm:gfx942 emulated": "left out"}}, "emulated: not there → left out"),
+    ({"toolchains": {"triton==3.6.0": "lab"}}, "triton==3.6.0 is compiled with by installed → lab"),
+    ({"portattn": "0.2.0"}, "portattn 0.1.0 → 0.2.0"),
+    ({"digests": {"quirks/cuda": "new"}}, "nothing that is recorded differs"),
+    ({"host": "another"}, "nothing that is recorded differs"),
+])  # fmt: skip
 def test_without_a_quirk_the_cause_is_what_differs(rocm, seen, changes, cause):
     red = rocm(status="FAIL", level="declared", reason="wrong")
     change = only(compare(seen([rocm()]), seen([red], **changes)))
@@ -154,18 +151,13 @@ def test_a_problem_that_is_another_one_by_what_it_asks_for_is_said(rocm, cell, s
 
 
 def test_levels_in_order(cell):
-    def known(**changes):
-        return evidence(cell(**changes))
-
-    order = [
-        known(status="CRASH", level="declared"), known(status="NOT_RUN", level="declared"),
-        known(status="NOTE", level="declared"), known(level="compiles"), known(level="lowering-checked"),
-        known(level="emulated"), known(level="runs", label="sm_80 code on sm_90"), known(level="runs"),
-        known(level="measured"),
-    ]  # fmt: skip
+    red = [evidence(cell(status=status, level="declared")) for status in ("CRASH", "NOT_RUN", "NOTE")]
+    fair = [evidence(cell(level=level)) for level in ("compiles", "lowering-checked", "emulated")]
+    runs = [evidence(cell(level="runs", label=label)) for label in ("sm_80 code on sm_90", "")]
+    order = [*red, *fair, *runs, evidence(cell(level="measured"))]
     assert (order, len(set(order))) == (sorted(order), len(order))
     assert {"gone", "level", "core", "variant", "interpreter", "speed"} == LOST, "as the help says"
-    assert known(level="declared") == known(status="NOTE", level="declared")
+    assert evidence(cell(level="declared")) == red[-1]
 
 
 def test_two_compilers_that_left_are_gone_and_not_one_that_changed(cell, seen):

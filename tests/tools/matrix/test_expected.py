@@ -42,15 +42,12 @@ def test_a_failure_for_its_reason_is_expected(tmp_path, failing, cell):
     assert (outcome.explained, outcome.complaints, entry.line) == ({failing.id: entry}, (), 1)
 
 
-@pytest.mark.parametrize(
-    ("changes", "kind"),
-    [
-        ({"reason": "another"}, "other_reason"), ({"status": "PASS", "reason": ""}, "unexpected_pass"),
-        ({"status": "NOTE", "reason": "spills"}, "unexpected_pass"), ({"status": "CRASH"}, None),
-        ({"status": "NOT_RUN", "reason": "nobody looked"}, None),
-        ({"reason": "failed", "log": "refused: a layout"}, None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("changes", "kind"), [
+    ({"reason": "another"}, "other_reason"), ({"status": "PASS", "reason": ""}, "unexpected_pass"),
+    ({"status": "NOTE", "reason": "spills"}, "unexpected_pass"), ({"status": "CRASH"}, None),
+    ({"status": "NOT_RUN", "reason": "nobody looked"}, None),
+    ({"reason": "failed", "log": "refused: a layout"}, None),
+])  # fmt: skip
 def test_anything_else_is_red(tmp_path, cell, changes, kind):
     made = cell(**({"status": "ERROR", "level": "declared", "reason": "refused: no layout"} | changes))
     outcome = judge([made], entries(tmp_path), TODAY)
@@ -81,19 +78,16 @@ def test_what_one_entry_explains_another_need_not(tmp_path, failing):
     assert (outcome.complaints, outcome.explained[failing.id].signature) == ((), "refused: .* layout")
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "complaint"),
-    [
-        ('owner     = "kernels"\n', "", "lacks the key `owner`"),
-        ("expires   = 2026-12-31\n", "", "lacks the key `expires`"),
-        ("2026-12-31", '"soon"', "key 'expected.0.expires'"),
-        ('"kernels"', '" "', r"expected.toml:7: key 'owner': is empty"),
-        ("refused: .* layout", "refused: (", r"expected.toml:5: key 'signature': not a regular expression"),
-        ("refused: .* layout", ".*", r"expected.toml:5: key 'signature': matches every failure"),
-        ("reason ", "raeson ", "unknown key `raeson`"), ("[[expected]]", "[[expcted]]", "unknown key `expcted`"),
-        ("[[expected]]", "[[expected", r"expected.toml:1: not TOML"), ("expires ", "line = 3\nexpires ", "unknown key"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("old", "new", "complaint"), [
+    ('owner     = "kernels"\n', "", "lacks the key `owner`"),
+    ("expires   = 2026-12-31\n", "", "lacks the key `expires`"),
+    ("2026-12-31", '"soon"', "key 'expected.0.expires'"),
+    ('"kernels"', '" "', r"expected.toml:7: key 'owner': is empty"),
+    ("refused: .* layout", "refused: (", r"expected.toml:5: key 'signature': not a regular expression"),
+    ("refused: .* layout", ".*", r"expected.toml:5: key 'signature': matches every failure"),
+    ("reason ", "raeson ", "unknown key `raeson`"), ("[[expected]]", "[[expcted]]", "unknown key `expcted`"),
+    ("[[expected]]", "[[expected", r"expected.toml:1: not TOML"), ("expires ", "line = 3\nexpires ", "unknown key"),
+])  # fmt: skip
 def test_a_list_outside_its_schema_is_refused_with_its_line(tmp_path, old, new, complaint):
     assert old in ENTRY
     with pytest.raises(DataError, match=complaint):

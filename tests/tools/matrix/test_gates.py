@@ -43,19 +43,16 @@ def check(
     return {g.name: g.explained_by for g in findings.check_gates(made, where, kernels, registry) if not g.passed}
 
 
-@pytest.mark.parametrize(
-    ("target", "facts", "broken"),
-    [
-        ("cuda:sm_90", {}, ""), ("rocm:gfx942", {}, ""), ("cuda:sm_90", {"spills": 4}, "bytes spilled"),
-        ("cuda:sm_90", {"registers": 256}, "registers"),
-        ("cuda:sm_90", {"scratchpad_bytes": 232449}, "bytes of shared memory"),
-        ("cuda:sm_90", {"mma": 0, "wgmma": 0}, "matrix instructions"), ("rocm:gfx942", {"registers": 512}, ""),
-        ("rocm:gfx942", {"scratchpad_bytes": 65537}, "bytes of LDS"),
-        ("rocm:gfx942", {"mfma": 0}, "matrix instructions"),  # mma is no instruction of that chip
-        ("cuda:sm_90", {"dtype": "fp32", "mma": 0, "wgmma": 0}, ""),  # an exact product needs none
-        ("cuda:sm_90", {"dtype": "fp32", "dot_precision": "tf32", "mma": 0, "wgmma": 0}, "matrix instructions"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("target", "facts", "broken"), [
+    ("cuda:sm_90", {}, ""), ("rocm:gfx942", {}, ""), ("cuda:sm_90", {"spills": 4}, "bytes spilled"),
+    ("cuda:sm_90", {"registers": 256}, "registers"),
+    ("cuda:sm_90", {"scratchpad_bytes": 232449}, "bytes of shared memory"),
+    ("cuda:sm_90", {"mma": 0, "wgmma": 0}, "matrix instructions"), ("rocm:gfx942", {"registers": 512}, ""),
+    ("rocm:gfx942", {"scratchpad_bytes": 65537}, "bytes of LDS"),
+    ("rocm:gfx942", {"mfma": 0}, "matrix instructions"),  # mma is no instruction of that chip
+    ("cuda:sm_90", {"dtype": "fp32", "mma": 0, "wgmma": 0}, ""),  # an exact product needs none
+    ("cuda:sm_90", {"dtype": "fp32", "dot_precision": "tf32", "mma": 0, "wgmma": 0}, "matrix instructions"),
+])  # fmt: skip
 def test_each_limit_of_an_arch_is_a_gate(target, facts, broken):
     assert check(target, **facts) == ({broken: ""} if broken else {})
 
