@@ -134,8 +134,7 @@ class NpuFusedInferAttentionScore(VendorPath):
 
     DTYPES = ("fp16", "bf16")
     MAX_HEAD_DIM = 512
-    ROW_BYTES = 16  # of which a row is a multiple; the document names none for seq_q = 1
-    WIDE_HEAD_DIM, WIDE_ROW_BYTES = 128, 32  # beyond the first, a row is a multiple of the second
+    HEAD_DIM_MULTIPLE = 16  # its tiling (ops-transformer): "D should be 16 elements aligned when with FP16/BF16"
     MAX_HEADS = 256
     MAX_GROUP = 64
     MAX_BATCH = 65536
@@ -149,9 +148,6 @@ class NpuFusedInferAttentionScore(VendorPath):
     def rejects(self, problem: Problem, target: Target) -> Rejection | None:
         p = problem
         one_row = p.seq_q == 1 and not p.packed
-        bytes_ = 2 * p.head_dim
-        wide = p.head_dim > self.WIDE_HEAD_DIM and p.seq_q > 1
-        multiple = self.WIDE_ROW_BYTES if wide else self.ROW_BYTES
         return first_refusal(
             self.name,
             _arch_check(self.name, target),
@@ -175,12 +171,13 @@ class NpuFusedInferAttentionScore(VendorPath):
             ),
             _padding_check(self.name, p, ("leftpad_q", "leftpad_k")),
             _empty_check(self.name, p),
-            (
-                p.causal == "top_left" and one_row,
-                f"causal top-left with seq_q 1, and {self.name} applies no sparse mode to a single row",
-                "pass the first key and value only",
-            ),
             _band_check(self.name, p),
+            (
+                p.window_left >= 0 and (p.padded or p.page_size > 0),
+                f"window ({p.window_left}, {p.window_right}) with lengths, and {self.name} multiplies masked values: "
+                "NaN in keys before every window would spread",
+                "backend='reference'",
+            ),
             *self._packed_checks(p),
             *self._cache_checks(p),
             (
@@ -191,10 +188,9 @@ class NpuFusedInferAttentionScore(VendorPath):
             ),
             _limit(self.name, "head_dim", p.head_dim, self.MAX_HEAD_DIM),
             (
-                bytes_ % multiple != 0,
-                f"head_dim {p.head_dim} is {bytes_} bytes, and {self.name} takes multiples of {multiple} bytes"
-                + (f" over a head_dim of {self.WIDE_HEAD_DIM}" if wide else ""),
-                "pad the heads, or backend='reference'",
+                p.head_dim % self.HEAD_DIM_MULTIPLE != 0,
+                f"head_dim is {p.head_dim}, and {self.name} takes multiples of {self.HEAD_DIM_MULTIPLE}",
+                "npu_fusion_attention, or pad the heads",
             ),
             _limit(self.name, "heads_q", p.heads_q, self.MAX_HEADS),
             _limit(self.name, "query heads for each key/value head", p.group, self.MAX_GROUP),
@@ -226,12 +222,6 @@ class NpuFusedInferAttentionScore(VendorPath):
                 f"causal top-left, and {path} takes bottom-right masks of packed sequences alone",
                 trained,
             ),
-            (
-                p.window and p.seq_q == 1,
-                f"window ({p.window_left}, {p.window_right}) with sequences of one query, and {path} ignores a band "
-                "there",
-                trained,
-            ),
             _limit(path, "total_q", p.total_q or 0, self.MAX_PACKED_ROWS),
             _limit(path, "total_k", p.total_k or 0, self.MAX_PACKED_ROWS),
             _limit(path, "batch", p.batch, self.MAX_PACKED),
@@ -248,12 +238,6 @@ class NpuFusedInferAttentionScore(VendorPath):
                 f"page_size is {p.page_size}, and {self.name} takes multiples of {multiple} up to {self.MAX_PAGE} "
                 f"with seq_q {p.seq_q}",
                 "other pages, or backend='reference'",
-            )
-            yield (
-                p.page_layout == "phd" and not p.pages_in_line,
-                f"pages of {p.page_size} tokens lie apart, and {self.name} takes contiguous ones: the cache is not "
-                "copied",
-                "keys and values in tensors of their own, or backend='reference'",
             )
             width = p.heads_k * p.head_dim
             yield (

@@ -8,7 +8,10 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from portattn.errors import ArgumentError
 
@@ -36,12 +39,13 @@ MAX_CACHE = (1 << 31) - 1  # numbers of a paged cache that a single row attends
 def run_fusion(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Run npu_fusion_attention; a gradient of the LSE costs one more forward and backward pass.
 
-    A bias costs its memory once more, and a mask of its shape."""
+    A bias costs its memory once more, a mask of its shape, and copies of keys and values."""
     import torch_npu
 
-    p = call.problem
-    if p.packed:
+    if call.problem.packed:
         return _run_packed_fusion(call)
+    call = _with_attended_keys(call)
+    p = call.problem
     if p.bias or p.alibi_slopes:
         return _run_biased_fusion(call)
     attend = functools.partial(
@@ -58,7 +62,7 @@ def _run_packed_fusion(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
     import torch_npu
 
     p, packed = call.problem, _PackedRows(call)
-    if not packed.ends_q or not packed.ends_q[-1]:
+    if not packed.ends_q:
         return packed.spread(*packed.nothing())
     attend = functools.partial(
         torch_npu.npu_fusion_attention,
@@ -85,6 +89,10 @@ def _run_biased_fusion(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
     if hidden is None:
         given = _mask(p, q.device)
     else:  # documented masks: (B, N, Sq, Sk), (B, 1, Sq, Sk), (1, 1, Sq, Sk)
+        # A key that a bias hides from all rows may hold NaN.
+        idle_k = hidden.all(dim=2)  # (1 or B, 1 or N, Sk)
+        idle_k = idle_k if hidden.shape[1] == 1 else idle_k.unflatten(1, (-1, p.group)).all(dim=2)
+        k, v = (tensor.masked_fill(idle_k[..., None], 0.0) for tensor in (k, v))
         whole = hidden if hidden.shape[1] == 1 else hidden.expand(p.batch, -1, -1, -1)
         given = {
             "sparse_mode": SPARSE_MODE["whole"],
@@ -110,19 +118,23 @@ def _run_biased_fusion(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 def run_infer(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Run npu_fused_infer_attention_score; waits for the device if lengths are given. Copies no pages.
+    """Run npu_fused_infer_attention_score; waits for the device if lengths are given.
 
     Raises:
-        ArgumentError: Pages are not contiguous, or too many."""
+        ArgumentError: Pages are too many."""
     import torch_npu
 
-    p = call.problem
-    if p.packed:
+    if call.problem.packed:
         return _run_packed_infer(call)
+    call = _with_attended_keys(call)
+    p = call.problem
     attending = _attending_rows(call)
     # A single row's own length is documented as ignored.
     lengths_q = None if p.seq_q == 1 else _host_lengths(call.seqlens_q, p.seq_q)
     lengths_k = _host_lengths(call.seqlens_k, p.seq_k)
+    if p.causal == "top_left" and (lengths_q or lengths_k):  # without the keys behind every row's position
+        rows, keys = lengths_q or [p.seq_q] * p.batch, lengths_k or [p.seq_k] * p.batch
+        lengths_k = [min(pair) for pair in zip(rows, keys, strict=True)]
     # Tokens before heads, where the caller has them so: a cache is not copied.
     narrow = p.seq_q == 1 or p.heads_q * p.head_dim < MAX_INTERLEAVED
     tokens_first = p.layout == "bshd" and not p.page_size and narrow
@@ -130,8 +142,9 @@ def run_infer(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
     given: dict[str, Any] = {}
     cache = {name: getattr(call, name) for name in ("k", "v", "k_scale", "v_scale")}
     if call.page_table is not None:
-        cache = {name: tensor if tensor is None else _pages(p, name, tensor) for name, tensor in cache.items()}
-        given = {"block_table": _block_table(call), "block_size": p.page_size}
+        assert lengths_k is not None
+        cache, table = _pages(call, cache, lengths_k)
+        given = {"block_table": table, "block_size": p.page_size}
     k, v = cache["k"], cache["v"]
     if call.k_scale is not None:
         mode = PAGED_TOKEN_AND_HEAD if p.page_size else TOKEN_AND_HEAD
@@ -149,7 +162,7 @@ def run_infer(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
         scale=float(call.scale),  # its default is 1.0, not 1/√D
         inner_precise=ROWS_MAY_BE_EMPTY if attending is not None and p.seq_q > 1 else 0,
         softmax_lse_flag=p.return_lse,
-        **(_row_mask(call) if p.window and p.seq_q == 1 else _mask(p, call.q.device)),
+        **_mask(p, call.q.device),
         **given,
     )
     out = out.transpose(*axes)
@@ -165,7 +178,7 @@ def _run_packed_infer(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
     import torch_npu
 
     p, packed = call.problem, _PackedRows(call)
-    if not packed.ends_q or not packed.ends_q[-1]:
+    if not packed.ends_q:
         return packed.spread(*packed.nothing())
     q, k, v = (tensor.contiguous() for tensor in packed.operands())
     out, lse = torch_npu.npu_fused_infer_attention_score_v2(
@@ -185,22 +198,43 @@ def _run_packed_infer(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
     return packed.spread(out, lse[..., 0] if p.return_lse else None)  # (T, N, 1)
 
 
-def _pages(p: Problem, name: str, cache: torch.Tensor) -> torch.Tensor:
-    """Return a cache (P, Hk, page, D), or (P, page, Hk · D) if its tokens come before its heads: the same memory.
+def _pages(
+    call: Call, cache: dict[str, torch.Tensor | None], lengths: list[int]
+) -> tuple[dict[str, torch.Tensor | None], torch.Tensor]:
+    """Return caches (P, Hk, page, D), or (P, page, Hk · D) if tokens come before heads, and their page table.
 
-    Scales (P, Hk, page) are returned as they are.
+    They are the caller's memory, or copies of the attended pages if its pages are not contiguous or fewer than the
+    sequences' pages added up, as shared prefixes make them. Scales are (P, Hk, page). Ids behind a sequence's last page
+    may be anything: the last page's stands there, and 0 for a sequence without keys.
 
     Raises:
-        ArgumentError: The cache is not contiguous, or too large for a single row."""
-    tokens_first = p.page_layout == "phd" and cache.ndim == 4
-    pages = cache.transpose(1, 2) if tokens_first else cache
-    if not pages.is_contiguous():
-        limit = f"must be contiguous for {INFER}: the cache is not copied; backend='reference' takes it"
-        raise ArgumentError(p.op, f"{name}_pages.stride()", tuple(pages.stride()), limit)
-    if p.seq_q == 1 and pages.numel() > MAX_CACHE:
-        limit = f"must be at most {MAX_CACHE} for {INFER} with seq_q 1; backend='reference' takes it"
-        raise ArgumentError(p.op, f"{name}_pages.numel()", pages.numel(), limit)
-    return pages.flatten(2) if tokens_first else pages
+        ArgumentError: A cache is too large for a single row."""
+    import torch
+
+    p, table, own = call.problem, call.page_table, call.seqlens_k
+    assert table is not None
+    assert own is not None
+    last = ((own.long().clamp(1, p.seq_k) - 1) // p.page_size)[:, None]  # attended page of each sequence
+    columns = torch.arange(table.shape[1], device=table.device)
+    attended = columns.minimum(last)
+    table = table.gather(1, attended).masked_fill((own <= 0)[:, None], 0).clamp(0, len(call.k) - 1)
+    tokens_first = p.page_layout == "phd"
+    pages = {
+        name: tensor.transpose(1, 2) if tokens_first and tensor.ndim == 4 else tensor
+        for name, tensor in cache.items() if tensor is not None
+    }  # fmt: skip
+    needed = sum(-(-length // p.page_size) for length in lengths)
+    if len(call.k) < needed or not all(tensor.is_contiguous() for tensor in pages.values()):
+        ids = table[columns <= last]
+        pages = {name: tensor.index_select(0, ids) for name, tensor in pages.items()}
+        table = (attended + (last + 1).cumsum(0) - last - 1).int()
+    for name, tensor in pages.items():
+        if p.seq_q == 1 and tensor.numel() > MAX_CACHE:
+            limit = f"must be at most {MAX_CACHE} for {INFER} with seq_q 1; backend='reference' takes it"
+            raise ArgumentError(p.op, f"{name}_pages.numel()", tensor.numel(), limit)
+    if tokens_first:
+        pages = {name: tensor.flatten(2) for name, tensor in pages.items()}
+    return cache | pages, table.contiguous()
 
 
 def _fused(
@@ -273,7 +307,8 @@ def _differentiable_lse() -> Any:
 class _PackedRows:
     """The packed rows of a call that attend something, and the ends of their sequences as the host's numbers.
 
-    A sequence's rows without a key, and rows of no sequence, are documented by neither function: they are left out."""
+    A sequence's rows without a key, and rows of no sequence, are documented by neither function: they are left out. So
+    are keys that no row attends."""
 
     def __init__(self, call: Call) -> None:
         """Wait for the device once, for 2 · (batch + 1) numbers."""
@@ -287,11 +322,12 @@ class _PackedRows:
         self._sequences = _spans(bounds_q, p.total_q or 0, p.seq_q)
         self._q: list[tuple[int, int]] = []
         self._k: list[tuple[int, int]] = []
-        for (first, end), keys in zip(self._sequences, _spans(bounds_k, p.total_k or 0, p.seq_k), strict=True):
-            if keys[0] < keys[1]:
-                blind = blind_rows(p, end - first, keys[1] - keys[0])
-                self._q.append((min(first + blind, end), end))
-                self._k.append(keys)
+        for (first, end), (start, stop) in zip(self._sequences, _spans(bounds_k, p.total_k or 0, p.seq_k), strict=True):
+            rows, keys = end - first, stop - start
+            if rows and keys:
+                attended = _attended_keys(p, rows, keys)
+                self._q.append((first + blind_rows(p, rows, keys), end))
+                self._k.append((start + attended.start, start + attended.stop))
         self.ends_q, self.ends_k = _ends(self._q), _ends(self._k)
 
     def operands(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -363,6 +399,24 @@ def blind_rows(p: Problem, rows: int, keys: int) -> int:
     return 0 if p.causal == "top_left" else min(max(rows - keys - _right_side(p), 0), rows)
 
 
+def _attended_keys(p: Problem, rows: int, keys: int) -> slice:
+    """Return the keys that a sequence's rows attend. Others may hold NaN, and a weight of 0 spreads it: 0 · NaN."""
+    first = 0 if p.window_left == -1 else max(keys - rows - p.window_left, 0)
+    return slice(first, min(rows, keys) if p.causal == "top_left" else keys)
+
+
+def _with_attended_keys(call: Call) -> Call:
+    """Return a call of the keys that some row attends: views. Keys of pages, and of own lengths, are the lengths'."""
+    p = call.problem
+    kept = _attended_keys(p, p.seq_q, p.seq_k)
+    if p.page_size or kept == slice(0, p.seq_k):
+        return call
+    parts = {name: getattr(call, name) for name in ("k", "v", "k_scale", "v_scale")}
+    cut: dict[str, Any] = {name: part if part is None else part[:, :, kept] for name, part in parts.items()}
+    bias = None if call.bias is None else call.bias[..., kept]
+    return replace(call, problem=msgspec.structs.replace(p, seq_k=kept.stop - kept.start), bias=bias, **cut)
+
+
 def _mask(
     p: Problem,
     device: torch.device,
@@ -372,11 +426,11 @@ def _mask(
 ) -> dict[str, Any]:
     """Return a problem's sparse_mode and atten_mask, and its band's sides under the names `tokens`.
 
-    A single bottom-right row sees every key: no mask. With `band` a causal mask is a band too."""
-    causal = "none" if p.causal == "bottom_right" and p.seq_q == 1 else p.causal
-    if not p.window and (causal != "bottom_right" or not band):
-        masked = {} if causal == "none" else {"atten_mask": compressed_causal_mask(device)}
-        return {"sparse_mode": SPARSE_MODE[causal], **masked}
+    A single row sees every key that is left: no mask. With `band` a causal mask is a band too."""
+    if p.seq_q == 1 or (not p.window and p.causal == "none"):
+        return {"sparse_mode": SPARSE_MODE["none"]}
+    if not p.window and (p.causal != "bottom_right" or not band):
+        return {"sparse_mode": SPARSE_MODE[p.causal], "atten_mask": compressed_causal_mask(device)}
     left = EVERY_TOKEN if p.window_left == -1 else p.window_left
     return {
         "sparse_mode": SPARSE_MODE["band"],
@@ -384,18 +438,6 @@ def _mask(
         tokens[0]: left,
         tokens[1]: _right_side(p),
     }
-
-
-def _row_mask(call: Call) -> dict[str, Any]:
-    """Return the whole mask (B, 1, 1, Sk) of a window before each sequence's single row, which has no band."""
-    import torch
-
-    p, device = call.problem, call.q.device
-    columns = p.seq_k if call.page_table is None else call.page_table.shape[1] * p.page_size
-    ends = torch.full((p.batch,), p.seq_k, device=device) if call.seqlens_k is None else call.seqlens_k
-    first = ends.clamp(max=p.seq_k)[:, None] - 1 - (p.seq_k if p.window_left == -1 else p.window_left)
-    hidden = torch.arange(columns, device=device) < first
-    return {"sparse_mode": SPARSE_MODE["none"], "atten_mask": hidden[:, None, None].contiguous()}
 
 
 def _added_scores(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -418,14 +460,6 @@ def _added_scores(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
     hidden = hidden | (after > _right_side(p)) | (after < -left)
     bias = bias.masked_fill(bias == -math.inf, 0.0)
     return bias if pse is None else pse + bias, hidden
-
-
-def _block_table(call: Call) -> torch.Tensor:
-    """Return the page table; the first page is every page of a sequence without keys, whose ids are anything."""
-    table, lengths = call.page_table, call.seqlens_k
-    assert table is not None
-    assert lengths is not None
-    return table.masked_fill((lengths <= 0)[:, None], 0).contiguous()
 
 
 @functools.lru_cache(maxsize=16)

@@ -160,12 +160,15 @@ def test_no_cache_is_copied(name: str, npu: VendorKernels) -> None:
     assert [given["key"].data_ptr(), given["value"].data_ptr()] == [call.k.data_ptr(), call.v.data_ptr()]
 
 
-@pytest.mark.parametrize("strides", ["spare", "combined"])
+@pytest.mark.parametrize("strides", ["spare", "combined", "expanded", "shared"])
 @pytest.mark.parametrize("page_layout", ["phd", "hpd"])
-def test_pages_that_would_have_to_be_copied_are_refused(strides: str, page_layout: str, npu: VendorKernels) -> None:
-    call = random_call(Problem(**CASES["pages, tokens first"][1] | {"page_layout": page_layout}), strides=strides)
-    with pytest.raises(ArgumentError, match=r"k_pages.stride\(\) is \(.*must be contiguous for npu_fused_infer"):
-        INFER.run(call)
+def test_pages_that_lie_apart_or_are_shared_are_gathered(strides: str, page_layout: str, npu: VendorKernels) -> None:
+    asked = Problem(**CASES["pages, tokens first"][1] | {"page_layout": page_layout})
+    call = random_call(asked, strides=strides.replace("shared", "plain"), extremes=True)
+    if strides == "shared":
+        call.seqlens_k[:], call.page_table[:] = call.seqlens_k[0] - 3, call.page_table[0]
+    assert error(INFER.run(call)[0], oracle(call)[0]) <= TOLERANCE["fp16"]
+    assert len(npu.calls[0][1]["key"]) == sum(max(-(-length // 16), 1) for length in call.seqlens_k.tolist())
 
 
 def test_a_cache_of_more_numbers_than_int32_counts_is_refused(npu: VendorKernels, monkeypatch: Any) -> None:
@@ -181,9 +184,9 @@ def test_lengths_beyond_the_cache_are_clamped(npu: VendorKernels) -> None:
     assert npu.calls[0][1]["actual_seq_lengths_kv"] == [7, 1]
 
 
-def test_the_pages_of_an_empty_sequence_are_not_read(npu: VendorKernels) -> None:
+def test_page_ids_behind_a_sequence_are_anything(npu: VendorKernels) -> None:
     _, call = case("pages, heads first", 0)
-    call.seqlens_k[1], call.page_table[1] = 0, -1
+    call.seqlens_k[1], call.page_table[1], call.page_table[0, -1] = 0, -1, -1
     out, lse = INFER.run(call)
     assert not out[1].any()
     assert lse[1].isneginf().all()
@@ -252,21 +255,18 @@ FUSION_ONLY = [
 INFER_ONLY = [
     ({"op": "decode_attention", "num_splits": 2}, ["num_splits is 2"]), ({"dropout": True}, ["dropout_p > 0"]),
     ({"bias": True, "sinks": True}, ["sinks, bias asked for", "called without"]),
-    ({"dtype": "fp32"}, ["dtype is fp32", "fp16 and bf16"]), ({"causal": "top_left", "seq_q": 1}, ["seq_q 1"]),
+    ({"dtype": "fp32"}, ["dtype is fp32", "fp16 and bf16"]), ({"head_dim": 72}, ["head_dim is 72", "multiples of 16"]),
     ({"needs_grad": True}, ["gradients are asked for", "inference"]),
     ({"head_dim": 576}, ["head_dim is 576", "up to 512"]), ({"batch": 65537}, ["batch is 65537", "up to 65536"]),
     ({"head_dim": 64, "head_dim_v": 32}, ["head_dim_v is 32", "head_dim 64"]),
-    ({"head_dim": 68}, ["head_dim 68 is 136 bytes", "multiples of 16 bytes"]),
-    ({"head_dim": 136}, ["head_dim 136 is 272 bytes", "multiples of 32 bytes", "over a head_dim of 128"]),
+    (ROW | {"window_left": 2}, ["window (2, -1) with lengths"]), (PAGES | {"window_left": 2}, ["NaN in keys before"]),
     ({"heads_q": 128, "heads_k": 1}, ["query heads for each key/value head is 128", "up to 64"]),
     ({"seq_q": 20971521}, ["seq_q is 20971521", "20971520"]), ({"seq_k": 20971521}, ["seq_k is 20971521", "20971520"]),
     ({"seq_q": 1, "seq_k": 262145}, ["seq_k is 262145", "up to 262144"]),
     (VARLEN | {"dtype": "fp16"}, ["dtype is fp16", "bf16 alone"]), (VARLEN | {"batch": 4097}, ["batch is 4097"]),
     (VARLEN | {"head_dim": 64}, ["head_dim, head_dim_v are (64, 64)", "(128, 128), (192, 128), (192, 192)"]),
     (VARLEN | {"causal": "top_left"}, ["causal top-left", "bottom-right masks"]),
-    (VARLEN | {"seq_q": 1, "window_left": 2}, ["window (2, -1)", "one query"]),
     (VARLEN | {"total_k": 1048577}, ["total_k is 1048577", "up to 1048576"]),
-    (PAGES | {"pages_in_line": False}, ["pages of 16 tokens lie apart", "not copied"]),
     (PAGES | {"page_size": 24}, ["page_size is 24", "multiples of 16 up to 512", "seq_q 1"]),
     (PAGES | {"page_size": 1024}, ["page_size is 1024", "up to 512"]), (PAGES | {"total_q": 2}, ["packed queries"]),
     (PAGES | {"seq_q": 2, "page_size": 64}, ["page_size is 64", "multiples of 128", "seq_q 2"]),

@@ -113,14 +113,14 @@ def scores_of(q: torch.Tensor, k: torch.Tensor, scale: float, seen: torch.Tensor
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, seen: torch.Tensor,
         pse: torch.Tensor | None = None, pse_type: int = 1,
         sink: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return out, maximum and sum of the softmax, NaN in rows that see no key. Keys that no row sees are not read."""
+    """Return out, maximum and sum of the softmax, NaN in rows that see no key; a masked value of NaN spreads."""
     scores = scores_of(q, k, scale, seen, pse, pse_type)
     largest = scores.amax(-1)
     if sink is not None:
         largest = largest.maximum(sink.double()[:, None])
     weights = torch.exp(scores - largest[..., None])
     total = weights.sum(-1) if sink is None else weights.sum(-1) + torch.exp(sink.double()[:, None] - largest)
-    values = v.double().repeat_interleave(q.shape[0] // k.shape[0], 0).masked_fill(~seen.any(1)[..., None], 0.0)
+    values = v.double().repeat_interleave(q.shape[0] // k.shape[0], 0)
     blind = ~seen.any(-1)
     out = (weights @ values / total[..., None]).masked_fill(blind[..., None], math.nan)
     return out, largest.masked_fill(blind, math.nan), total.masked_fill(blind, math.nan)
@@ -134,7 +134,7 @@ def gradients_of(dy: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Te
     group, shared = q.shape[0] // k.shape[0], (k.shape[0], -1, *k.shape[1:2])
     _, largest, total = attend(q, k, v, scale, seen, pse, pse_type, sink)
     p = torch.exp(scores_of(q, k, scale, seen, pse, pse_type) - largest[..., None]) / total[..., None]
-    keys, values = (t.double().repeat_interleave(group, 0).masked_fill(~seen.any(1)[..., None], 0.0) for t in (k, v))
+    keys, values = (t.double().repeat_interleave(group, 0) for t in (k, v))
     dp = dy.double() @ values.mT
     mean = (dp * p).sum(-1, keepdim=True)
     ds = p * (dp - mean) * scale
@@ -250,8 +250,7 @@ def fused_infer(**a: Any) -> tuple[torch.Tensor, torch.Tensor]:
         interleaved=not tokens_first or (not paged and (one_row or heads * head_dim < 65535)),
         heads=a["num_heads"] == heads <= 256, group=heads % kv_heads == 0 and heads <= 64 * kv_heads,
         batch=1 <= batch <= 65536, seq_q=1 <= seq_q <= 20971520, head_dim=head_dim <= 512,
-        values=key.shape == value.shape,
-        row=head_dim * 2 % (32 if head_dim > 128 and not one_row else 16) == 0, antiquant_mode=a["antiquant_mode"] == 0,
+        values=key.shape == value.shape, row=head_dim % 16 == 0, antiquant_mode=a["antiquant_mode"] == 0,
         inner_precise=a["inner_precise"] in ((0, 1) if one_row else (0, 2)),
     )  # fmt: skip
     modes = (a["key_antiquant_mode"], a["value_antiquant_mode"])
@@ -274,18 +273,14 @@ def fused_infer(**a: Any) -> tuple[torch.Tensor, torch.Tensor]:
     if one_row:  # the incremental branch
         ignored = [a[name] for name in ("sparse_mode", "pre_tokens", "next_tokens", "actual_seq_lengths")]
         assert ignored == [0, INT_MAX, INT_MAX, None], "they do nothing for a single row"
-        if mask is not None:
-            _check_whole_mask(mask, (batch, 1), (1,), 1, capacity)
-    else:
-        _check_compressed_mask(a["sparse_mode"], mask, query.device)
+    _check_compressed_mask(a["sparse_mode"], mask, query.device)
     rows = _check_lengths(a["actual_seq_lengths"], batch, seq_q)
     lengths = _check_lengths(a["actual_seq_lengths_kv"], batch, capacity)
     band = (a["pre_tokens"], a["next_tokens"])
     out = torch.full((batch, heads, seq_q, head_dim), math.nan, dtype=torch.float64)
     lse = torch.full((batch, heads, seq_q), math.nan, dtype=torch.float64)
     for b in range(batch):
-        whole = mask[b if len(mask) > 1 else 0][..., : lengths[b]] if one_row and mask is not None else None
-        seen = seen_keys(a["sparse_mode"], rows[b], lengths[b], band, whole)
+        seen = seen_keys(a["sparse_mode"], rows[b], lengths[b], band, None)
         k, v = (
             _cached(tensor, scale, a["block_table"], b, lengths[b], kv_heads)
             for tensor, scale in zip((key, value), scales, strict=True)
@@ -329,11 +324,13 @@ def fused_infer_v2(**a: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def _check_pages(a: dict[str, Any], key: torch.Tensor, batch: int, kv_heads: int, head_dim: int, one_row: bool,
         quantised: bool) -> int:  # fmt: skip
     """Return the tokens that a row of the table has room for."""
-    table, size = a["block_table"], a["block_size"]
-    flat = key.dim() == 3
+    table, size, lengths = a["block_table"], a["block_size"], a["actual_seq_lengths_kv"]
+    flat, rows = key.dim() == 3, zip(table.tolist(), lengths, strict=True)
     require(
         table=(table.dtype, table.ndim, len(table)) == (torch.int32, 2, batch) and table.is_contiguous(),
-        lengths=a["actual_seq_lengths_kv"] is not None, cache=not one_row or key.numel() <= INT_MAX,
+        blocks=sum(-(-length // size) for length in lengths) <= len(key),
+        ids=all(set(row) == set(row[: -(-n // size)]) <= set(range(len(key))) for row, n in rows),
+        cache=not one_row or key.numel() <= INT_MAX,
         block_size=0 < size <= 512 and size % (128 if not one_row else 32 if quantised else 16) == 0,
         pages=key.shape[1:] == ((size, kv_heads * head_dim) if flat else (kv_heads, size, head_dim)),
         width=not flat or kv_heads * head_dim <= 65535,
@@ -349,7 +346,6 @@ def _cached(cache: torch.Tensor, scale: torch.Tensor | None, table: torch.Tensor
     else:
         pages = cache.unflatten(2, (heads, -1)).transpose(1, 2) if cache.dim() == 3 else cache
         used = table[b, : -(-length // pages.shape[2])].tolist()
-        assert all(0 <= page < len(pages) for page in used)
         kept, factors = (
             None if t is None else t[used].transpose(0, 1).flatten(1, 2)[:, :length] for t in (pages, scale)
         )
@@ -358,7 +354,7 @@ def _cached(cache: torch.Tensor, scale: torch.Tensor | None, table: torch.Tensor
 
 def _check_ends(ends: Any, total: int, most: int) -> None:
     ints = all(type(n) is int for n in ends)
-    require(sequences=1 <= len(ends) <= most, ints=ints, order=[0, *ends] == sorted([0, *ends]), end=ends[-1] == total)
+    require(sequences=1 <= len(ends) <= most, ints=ints, order=[0, *ends] == sorted({0, *ends}), end=ends[-1] == total)
 
 
 def _check_lengths(lengths: Any, batch: int, capacity: int) -> list[int]:

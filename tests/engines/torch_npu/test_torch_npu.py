@@ -28,8 +28,8 @@ SECONDS = 300
 # Sentences of the wheel's documents that limits of backends/ascend/vendor.py rest on.
 DOCUMENTED = (
     "scale*(pse+query*key^{T})", "0表示外部传入pse先mul再add, 1表示外部传入pse先add再mul",
-    "D轴32byte不对齐时仅支持到128", "block_size最小为128, 最大为512, 且要求是128的倍数",
-    "类型为float16、bfloat16时需要16对齐", "sink: Tensor类型, 每个注意力头的偏置",
+    "输入类型全为float16、bfloat16时, D轴需16对齐", "block_size最小为128, 最大为512, 且要求是128的倍数",
+    "类型为float16、bfloat16时需要16对齐", "sink: Tensor类型, 每个注意力头的偏置", "blocknum不能小于根据actual_seq_l",
     "KV_N*D超过65535时", "所有维度相乘不能超过int32的表示范围", "且该入参元素的数量等于Batch值", "pse_type为其他取值时",
     "shape均为(B, KV_N, KV_S), 数据类型固定为float32", "shape均为(blocknum, KV_N, blocksize), 数据类型固定为float32",
     "Head Dim必须满足Dq=Dk和Dk≥Dv", "该接口暂不支持图模式", "dropout_mask: Tensor类型, 外部传入的dropout mask",
