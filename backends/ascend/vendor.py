@@ -406,7 +406,7 @@ def _attended_keys(p: Problem, rows: int, keys: int) -> slice:
 
 
 def _with_attended_keys(call: Call) -> Call:
-    """Return a call of the keys that some row attends: views. Keys of pages, and of own lengths, are the lengths'."""
+    """Return the call with views of the keys that some row attends; pages are whole, their lengths bound the keys."""
     p = call.problem
     kept = _attended_keys(p, p.seq_q, p.seq_k)
     if p.page_size or kept == slice(0, p.seq_k):
