@@ -346,7 +346,7 @@ def _import_error() -> str:
     """Return the error of torch_npu's first import, or an empty string: a second import fails by the first's halves."""
     try:
         import torch_npu as torch_npu
-    except Exception as error:  # noqa: BLE001 - as in `_device_name`
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - as in `_device_name`
         return f"{type(error).__name__}: {error}"
     return ""
 

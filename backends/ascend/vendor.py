@@ -242,13 +242,21 @@ def _fused(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return out and LSE of a fusion function: (B, N, Sq, Dv) and (B, N, Sq), or (T, N, Dv) and (T, N)."""
     p = call.problem
-    sinks = None if call.sinks is None else call.sinks.float()  # documented: of float32
+    sinks = alone = None
+    if call.sinks is not None:  # documented: of float32
+        alone = (call.sinks == math.inf).view(
+            -1, *(1 for _ in range(q.ndim - 3))
+        )  # the sink has all of a head's weight
+        sinks = call.sinks.float().masked_fill(call.sinks == math.inf, 0.0)
     out, softmax_max, softmax_sum, *_ = attend(q, k, v, **_sink(sinks))
+    if alone is not None:
+        out = out.masked_fill(alone[..., None], 0.0)
     if not p.return_lse:
         return out, None
     # Detached: the vendor's node would be run without a gradient where a loss depends on the LSE alone.
     lse = softmax_max.detach()[..., 0] + softmax_sum.detach()[..., 0].log()
-    return out, _differentiable_lse().apply(q, k, sinks, lse, call.scale, attend) if p.needs_grad else lse
+    lse = _differentiable_lse().apply(q, k, sinks, lse, call.scale, attend) if p.needs_grad else lse
+    return out, lse if alone is None else lse.masked_fill(alone, math.inf)
 
 
 def _sink(sinks: torch.Tensor | None) -> dict[str, torch.Tensor]:
@@ -336,9 +344,11 @@ class _PackedRows:
         return _rows_of(call.q, self._q), _rows_of(call.k, self._k), _rows_of(call.v, self._k)
 
     def nothing(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return results of no rows, that depend on q for autograd."""
-        none = self._call.q[0].transpose(0, 1)[:0]  # (0, H, D)
-        return none.new_zeros(0, none.shape[1], self._call.problem.head_dim_v) + none[..., :1], none[..., 0]
+        """Return results of no rows, that depend on q, k and v for autograd."""
+        call = self._call
+        none = call.q[0].transpose(0, 1)[:0]  # (0, H, D)
+        zero = none[..., :1] + call.k[..., :0].sum() + call.v[..., :0].sum()
+        return none.new_zeros(0, none.shape[1], call.problem.head_dim_v) + zero, zero[..., 0]
 
     def spread(self, out: torch.Tensor, lse: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return results in the shapes of the call's, (1, Hq, Tq, Dv) and (1, Hq, Tq) or None, from these rows'."""

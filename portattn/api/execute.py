@@ -151,4 +151,5 @@ def to_caller_layout(call: Call, out: torch.Tensor, lse: torch.Tensor | None) ->
         lse = None if lse is None else lse[0]
     elif problem.layout == "bshd":
         out = out.transpose(1, 2)
-    return (out, lse) if lse is not None and problem.return_lse else out
+    out = out.contiguous()  # as fake results are; a vendor's may have other strides
+    return (out, lse.contiguous()) if lse is not None and problem.return_lse else out

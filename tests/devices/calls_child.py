@@ -134,6 +134,13 @@ def compiled() -> str:
     for enabled in (False, True):
         with torch.autocast(NAME, dtype=torch.float16, enabled=enabled):
             same(graph(q, k, v), function(q, k, v))
+    # Results have the strides of their fakes, on which a graph's gradients rely.
+    packed = given_of(opcalls.problem("varlen", head_dim=16, head_dim_v=16, causal="bottom_right"))
+    leaves = {name: packed[name].detach().requires_grad_() for name in "qkv"}
+    trained = torch.compile(lambda **t: portattn.varlen_attention(**(packed | t)), backend="aot_eager", fullgraph=True)
+    results = trained(**leaves)
+    assert all(result.is_contiguous() for result in results)
+    torch.autograd.grad(sum(result.nan_to_num(0.0, 0.0, 0.0).sum() for result in results), [*leaves.values()])
     return "right"
 
 

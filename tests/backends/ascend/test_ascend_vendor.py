@@ -1,5 +1,6 @@
 """torch_npu's attention functions as vendor paths, over kernels of their documented semantics and limits."""
 
+import math
 import sys
 import types
 from typing import Any
@@ -137,9 +138,20 @@ def test_packed_sequences_without_rows_or_keys_give_zeros_and_zero_gradients(bou
     out, lse = path.run(call)
     assert not out.any()
     assert lse.isneginf().all()
-    (grad_q,) = torch.autograd.grad(out.sum(), [call.q])
-    assert not grad_q.any()
+    assert not any(gradient.any() for gradient in torch.autograd.grad(out.sum(), [call.q, call.k, call.v]))
     assert not npu.calls
+
+
+@pytest.mark.parametrize("name", ["sinks", "sinks, packed"])
+def test_a_sink_of_infinity_takes_all_of_its_heads_weight(name: str, npu: VendorKernels) -> None:
+    path, call = case(name, 2)
+    call.sinks = call.sinks.detach().clone()
+    call.sinks[0], call.sinks[1] = math.inf, -math.inf
+    out, lse = path.run(call)
+    exact, exact_lse = oracle(call)
+    assert error(out, exact) <= TOLERANCE[call.problem.dtype]
+    assert torch.equal(lse.isinf(), exact_lse.isinf())
+    assert error(lse.nan_to_num(0.0, 0.0, 0.0), exact_lse.nan_to_num(0.0, 0.0, 0.0)) <= TOLERANCE["fp32"]
 
 
 # Arguments that a result does not show
