@@ -182,19 +182,13 @@ def _run_packed_infer(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
         return packed.spread(*packed.nothing())
     q, k, v = (tensor.contiguous() for tensor in packed.operands())
     out, lse = torch_npu.npu_fused_infer_attention_score_v2(
-        q,
-        k,
-        v,
-        actual_seq_qlen=packed.ends_q,
-        actual_seq_kvlen=packed.ends_k,
-        num_query_heads=p.heads_q,
-        num_key_value_heads=p.heads_k,
-        input_layout="TND",
+        q, k, v, actual_seq_qlen=packed.ends_q, actual_seq_kvlen=packed.ends_k, num_query_heads=p.heads_q,
+        num_key_value_heads=p.heads_k, input_layout="TND",
         softmax_scale=float(call.scale),
         return_softmax_lse=p.return_lse,
         # Mode 3 is documented for sequences of more keys than queries alone.
         **_mask(p, call.q.device, band=True),
-    )
+    )  # fmt: skip
     return packed.spread(out, lse[..., 0] if p.return_lse else None)  # (T, N, 1)
 
 
@@ -274,13 +268,9 @@ def _differentiable_lse() -> Any:
     class DifferentiableLse(torch.autograd.Function):
         @staticmethod
         def forward(
-            q: torch.Tensor,
-            k: torch.Tensor,
-            sinks: torch.Tensor | None,
-            lse: torch.Tensor,
-            scale: float,
+            q: torch.Tensor, k: torch.Tensor, sinks: torch.Tensor | None, lse: torch.Tensor, scale: float,
             attend: Callable[..., Any],
-        ) -> torch.Tensor:
+        ) -> torch.Tensor:  # fmt: skip
             return lse.clone()
 
         @staticmethod
