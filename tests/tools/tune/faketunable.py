@@ -63,8 +63,8 @@ class FakeTunable:
 
         def bound_of(facts) -> LowerBound | None:
             costs = Costs(counts={}, cycles={}, alone=0.0, programs=1, scratchpad_bytes=0)
-            about = {"binding": "matrix", "times": {}, "steps": 1, "programs": 1, "bytes": 1, "costs": costs}
-            return None if one.bound is None else LowerBound(us=one.bound, **about)
+            about = dict.fromkeys(("steps", "programs", "bytes", "clock_mhz"), 1) | {"binding": "matrix", "times": {}}
+            return None if one.bound is None else LowerBound(us=one.bound, costs=costs, **about)
 
         return BuiltCandidate(identity, start, compile=compile_it, bound=bound_of)
 
