@@ -1,7 +1,7 @@
 """The driver of triton-ascend for a host device that torch calls npu: kernels run as x86 code made from their linalg.
 
 triton_ascend_site.py puts this file in the place of triton-ascend's backends/ascend/driver.py, and a program that hands
-the linalg on in the place of CANN's bishengir-compile. So all of triton-ascend runs but its launcher in C++."""
+the linalg on in the place of CANN's bishengir-compile. So all of triton-ascend runs but its driver."""
 
 import functools
 

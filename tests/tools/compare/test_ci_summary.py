@@ -184,7 +184,7 @@ def test_as_planned_a_cell_without_a_plan_is_red_and_another_red_one_is_not():
     assert [(e.status, e.level, e.reason) for e in found.entries] == [
         ("ERROR", "declared", ""), ("NOT_RUN", "declared", ""), ("NOT_RUN", "declared", ""),
     ]  # fmt: skip
-    # Nothing of what was run can be lost.
+    # A cell that a plan alone would not run is no loss against the planned one.
     ran = make_cell(level="runs", label="sm_80 code on sm_90", interpreter=Numerics(outcome="pass", where="i"))
     planned = make_cell(status="NOT_RUN", level="declared")
     assert changes.compare(as_planned(seen(ran)), seen(planned)).changes == ()
