@@ -14,7 +14,7 @@ import click
 import msgspec
 from click.core import ParameterSource
 
-from portattn.cli import INTERRUPTED, RED, bench_workloads, benchreport
+from portattn.cli import INTERRUPTED, RED, benchreport
 from portattn.cli.output import BenchProgress, ProgressCounter, emit_json, json_option
 from portattn.errors import ArgumentError, PortattnError
 from portattn.files import write_whole
@@ -94,10 +94,10 @@ def bench(
     not start; 2 without a CUDA or ROCm device; 130 after Ctrl-C, with all that was finished."""
     if ctx.invoked_subcommand is not None:
         return
-    if bench_workloads.are_workloads(ctx, sets):
+    if benchreport.are_workloads(ctx, sets):
         given = ctx.get_parameter_source("rounds") == ParameterSource.COMMANDLINE
         limits = {"rounds": rounds if given else None, "tiny": tiny, "check": check, "against": against, "ranks": ranks}
-        bench_workloads.run(sets, only or "", libraries, budget, out, commit, as_json, **limits)
+        benchreport.run_workloads(sets, only or "", libraries, budget, out, commit, as_json, **limits)
         return
     chosen = _chosen(sets, only)
     wanted = _wanted(peers)

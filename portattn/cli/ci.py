@@ -1,10 +1,10 @@
-"""`portattn ci`: the breakages of another compiler, for a library's CI; and sections that `quirks upgrade` shares."""
+"""`portattn ci`: the breakages of another compiler, for a library's CI."""
 
 from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ import click
 import msgspec
 
 from portattn.cli import INTERRUPTED, RED, matrix_compare, require_some
+from portattn.cli.lifecycle import entry_line, show_carried, tell_outcomes
 from portattn.cli.output import emit_json, heading, json_option, pairs, plural
 from portattn.errors import ArgumentError, DataError
 from portattn.tools import param_types
@@ -19,72 +20,11 @@ from portattn.tools.display_text import names_or_count
 from portattn.tools.param_types import FILE, FLAG, PATH, CompletionType, options, words
 
 if TYPE_CHECKING:
-    from portattn.tools.compare.registry_changes import Page, QuirkChange, ScheduleTiming, Upgrade, VariantUpgrade
     from portattn.tools.compare.report import CiReport
     from portattn.tools.compare.sides import CiRequest, SideRun
     from portattn.tools.compare.verdict import ExpectedFailure
     from portattn.tools.matrix.problems import SetName
     from portattn.tools.matrix.run import Options
-
-OUTCOMES = (
-    '"probed there: TARGET: OUTCOME" is what the probe saw without the work-around. "fail:signature" is how the bug '
-    'shows itself, as the entry describes it; "fail:" and another word a failure of another kind; "pass" none'
-)
-
-
-def show_carried(made: Upgrade) -> None:
-    from portattn.tools.compare.registry_changes import pages
-
-    if made.variants:
-        heading(f"variants: {len(made.variants)}")
-        pairs((f"{one.name} on {one.target}", variant_line(one)) for one in made.variants)
-    timed = [one for one in made.schedules if one.timed_with]
-    if timed:
-        heading(f"schedules that were timed: {sum(one.carries for one in timed)} of {len(timed)} carry over")
-        pairs((f"{one.kernel} on {one.target}", schedule_line(one, made.after)) for one in timed)
-    if never := len(made.schedules) - len(timed):
-        click.echo(f"\n{plural(never, 'schedule')} never timed on the chip")
-    if found := pages(made.figures):
-        some = sum(one.in_part for one in found)
-        in_part = f", {some} in part" if some else ""
-        heading(f"pages with figures: {sum(one.carries for one in found)} of {len(found)} carry over{in_part}")
-        pairs((one.page, page_line(one)) for one in found)
-
-
-def tell_outcomes(entries: Iterable[QuirkChange]) -> None:
-    seen = [outcome.rpartition(": ")[2] for entry in entries for outcome in entry.verified]
-    if any(outcome.startswith("fail") for outcome in seen):
-        click.echo(f"\n{OUTCOMES}")
-
-
-def entry_line(entry: QuirkChange) -> str:
-    seen = f"probed there: {', '.join(entry.verified)}" if entry.verified else "unverified there"
-    if entry.verified and entry.unprobed:
-        seen += f" (not on {names_or_count(entry.unprobed, 'target')})"
-    return "; ".join(part for part in (entry.title, names_or_count(entry.targets, "target"), seen, entry.note) if part)
-
-
-def variant_line(one: VariantUpgrade) -> str:
-    why = next(iter((one.refuses or one.leaves).values()), "")
-    said = f"{one.said}: {why}" if why else one.said
-    return f"{said}; {one.evidence}" if one.evidence else said
-
-
-def schedule_line(one: ScheduleTiming, after: str) -> str:
-    lost = "" if one.carries else f", not {after}"
-    return f"timed with {one.timed_with}{lost}; {names_or_count(one.problems, 'problem')}"
-
-
-def page_line(page: Page) -> str:
-    if page.carries:
-        releases = dict.fromkeys(release for one in page.figures for release in one.releases)
-        return f"carries over: has figures of {', '.join(releases)} on {page.target}"
-    word = "carries over in part" if page.in_part else "does not carry over"
-    parts = (
-        f"of {one.measured_with}{'' if one.carries else ' alone'} for {one.what}"
-        for one in sorted(page.figures, key=lambda one: not one.carries)
-    )
-    return f"{word}: has figures on {page.target} {'; '.join(parts)}"
 
 
 def show(found: CiReport) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,17 +10,18 @@ import click
 import msgspec
 
 from portattn.cli import RED, output
-from portattn.cli.ci import entry_line, show_carried, tell_outcomes
+from portattn.cli.output import heading, pairs, plural
 from portattn.errors import ArgumentError
 from portattn.files import read_limited
 from portattn.schema import quirk
 from portattn.tools import param_types
+from portattn.tools.display_text import names_or_count
 from portattn.tools.param_types import SECONDS
 
 if TYPE_CHECKING:
     from portattn.planning.registry import Registry
     from portattn.schema.compile_record import Incident
-    from portattn.tools.compare.registry_changes import Upgrade
+    from portattn.tools.compare.registry_changes import Page, QuirkChange, ScheduleTiming, Upgrade, VariantUpgrade
     from portattn.tools.quirks.reduce import Reduction, ReductionStep, Subject
 
 
@@ -94,7 +95,7 @@ def new(
             _show_failure(draft, n, len(found))
         left = len(found) - len(made)
         if left:
-            click.echo(f"{output.plural(left, 'other failure')} in the log: leave --failure out to draft each")
+            click.echo(f"{plural(left, 'other failure')} in the log: leave --failure out to draft each")
     if any(not draft.files and not draft.failure["not_a_bug"] for draft in made.values()):
         raise click.exceptions.Exit(RED)
 
@@ -103,7 +104,7 @@ def _show_failure(made: Any, number: int, of: int) -> None:
     if of > 1:
         who = f", of {', '.join(made.streams)}" if made.streams else ""
         often = f", {made.times} times" if made.times > 1 else ""
-        output.heading(f"failure {number} of {of}, from line {made.failure['line']} on{who}{often}")
+        heading(f"failure {number} of {of}, from line {made.failure['line']} on{who}{often}")
     for entry in made.known:
         click.secho(str(entry), fg="yellow")
     click.echo(f"{made.failure['symptom']} at stage {made.failure['stage']}: {made.failure['cause']}")
@@ -112,14 +113,14 @@ def _show_failure(made: Any, number: int, of: int) -> None:
     for text in made.left_out:
         click.secho(f"left out: {text}", fg="yellow")
     if made.files:
-        output.heading(made.id)
+        heading(made.id)
         for file in made.files:
             click.echo(f"  {file}")
         if made.replay:
             click.secho(made.replay, fg={True: "green", False: "red"}.get(made.reproduced))
         if made.open:
-            output.heading("to be filled in")
-            output.pairs((f"{made.files[-1]}:{line}", text) for line, text in made.open)
+            heading("to be filled in")
+            pairs((f"{made.files[-1]}:{line}", text) for line, text in made.open)
     elif made.failure["not_a_bug"]:
         click.echo(f"no compiler's failure, and not drafted: {made.failure['not_a_bug']}")
     else:
@@ -149,25 +150,21 @@ def reduce(subject_id: str, toolchain: str | None, seconds: float, most: int, wr
     with output.status("reducing") as say, lab.worker(str(subject.target.toolchain), environment=_FRESH) as worker:
 
         def step(tried: ReductionStep, compiles: int) -> None:
-            say(f"{output.plural(compiles, 'compile')}: {tried.step}: {tried.ended}")
+            say(f"{plural(compiles, 'compile')}: {tried.step}: {tried.ended}")
 
         made = reducing.reduce(subject, registry, worker, seconds=seconds, most=most, say=step)
     written = _write_reduced(made, incident, registry) if write else ""
     if as_json:
         output.emit_json({"reduced": made, "written": written})
         return
-    click.secho(
-        f"{made.id} on {made.target} with {made.toolchain}: {output.plural(made.compiles, 'compile')}", bold=True
-    )
-    output.pairs(
-        [("changed", change) for change in made.changed] or [("changed", "nothing: it is as small as it gets")]
-    )
+    click.secho(f"{made.id} on {made.target} with {made.toolchain}: {plural(made.compiles, 'compile')}", bold=True)
+    pairs([("changed", change) for change in made.changed] or [("changed", "nothing: it is as small as it gets")])
     if not made.complete:
         click.secho(f"--most {most} compiles were not enough: there may be a smaller one", fg="yellow")
     if made.probe:
-        output.heading("as a probe")
+        heading("as a probe")
         click.echo(made.probe)
-    output.heading("as a command")
+    heading("as a command")
     click.echo(made.command)
     if written:
         click.echo(f"\nwritten: {written}")
@@ -364,13 +361,13 @@ def upgrade(before: str, after: str, targets: tuple[str, ...], strict: bool, as_
 
 
 def _show_upgrade(made: Upgrade) -> None:
-    click.secho(f"{made.before} -> {made.after} on {output.plural(len(made.targets), 'target')}", bold=True)
+    click.secho(f"{made.before} -> {made.after} on {plural(len(made.targets), 'target')}", bold=True)
     tell_outcomes(made.entries)
     for change in ("falls away", "newly applies", "stays"):
         found = [entry for entry in made.entries if entry.change == change]
-        output.heading(f"{change}: {len(found)}")
-        output.pairs((entry.id, entry_line(entry)) for entry in found)
-    output.heading(f"plans that change: {sum(len(m.targets) for m in made.moved)} of {made.plans}")
+        heading(f"{change}: {len(found)}")
+        pairs((entry.id, entry_line(entry)) for entry in found)
+    heading(f"plans that change: {sum(len(m.targets) for m in made.moved)} of {made.plans}")
     for moved in made.moved:
         click.secho(f"  {moved.problem} on {', '.join(moved.targets)}", fg="red" if moved.lost else None)
         for line in moved.differs:
@@ -381,3 +378,64 @@ def _show_upgrade(made: Upgrade) -> None:
         click.echo(f"\nunverified on {made.after}: {unverified}")
     if less_sure := [entry.id for entry in made.entries if entry.less_sure]:
         click.echo(f"less sure than with {made.before}: {len(less_sure)}: {', '.join(less_sure)}")
+
+
+OUTCOMES = (
+    '"probed there: TARGET: OUTCOME" is what the probe saw without the work-around. "fail:signature" is how the bug '
+    'shows itself, as the entry describes it; "fail:" and another word a failure of another kind; "pass" none'
+)
+
+
+def show_carried(made: Upgrade) -> None:
+    from portattn.tools.compare.registry_changes import pages
+
+    if made.variants:
+        heading(f"variants: {len(made.variants)}")
+        pairs((f"{one.name} on {one.target}", variant_line(one)) for one in made.variants)
+    timed = [one for one in made.schedules if one.timed_with]
+    if timed:
+        heading(f"schedules that were timed: {sum(one.carries for one in timed)} of {len(timed)} carry over")
+        pairs((f"{one.kernel} on {one.target}", schedule_line(one, made.after)) for one in timed)
+    if never := len(made.schedules) - len(timed):
+        click.echo(f"\n{plural(never, 'schedule')} never timed on the chip")
+    if found := pages(made.figures):
+        some = sum(one.in_part for one in found)
+        in_part = f", {some} in part" if some else ""
+        heading(f"pages with figures: {sum(one.carries for one in found)} of {len(found)} carry over{in_part}")
+        pairs((one.page, page_line(one)) for one in found)
+
+
+def tell_outcomes(entries: Iterable[QuirkChange]) -> None:
+    seen = [outcome.rpartition(": ")[2] for entry in entries for outcome in entry.verified]
+    if any(outcome.startswith("fail") for outcome in seen):
+        click.echo(f"\n{OUTCOMES}")
+
+
+def entry_line(entry: QuirkChange) -> str:
+    seen = f"probed there: {', '.join(entry.verified)}" if entry.verified else "unverified there"
+    if entry.verified and entry.unprobed:
+        seen += f" (not on {names_or_count(entry.unprobed, 'target')})"
+    return "; ".join(part for part in (entry.title, names_or_count(entry.targets, "target"), seen, entry.note) if part)
+
+
+def variant_line(one: VariantUpgrade) -> str:
+    why = next(iter((one.refuses or one.leaves).values()), "")
+    said = f"{one.said}: {why}" if why else one.said
+    return f"{said}; {one.evidence}" if one.evidence else said
+
+
+def schedule_line(one: ScheduleTiming, after: str) -> str:
+    lost = "" if one.carries else f", not {after}"
+    return f"timed with {one.timed_with}{lost}; {names_or_count(one.problems, 'problem')}"
+
+
+def page_line(page: Page) -> str:
+    if page.carries:
+        releases = dict.fromkeys(release for one in page.figures for release in one.releases)
+        return f"carries over: has figures of {', '.join(releases)} on {page.target}"
+    word = "carries over in part" if page.in_part else "does not carry over"
+    parts = (
+        f"of {one.measured_with}{'' if one.carries else ' alone'} for {one.what}"
+        for one in sorted(page.figures, key=lambda one: not one.carries)
+    )
+    return f"{word}: has figures on {page.target} {'; '.join(parts)}"

@@ -9,7 +9,7 @@ import pytest
 import quirk_files
 from places import DOCS, ROOT
 
-from portattn.cli.ci import page_line, variant_line
+from portattn.cli.lifecycle import page_line, variant_line
 from portattn.errors import ArgumentError
 from portattn.planning.data_files import load_verified
 from portattn.planning.planner import plan
