@@ -11,9 +11,12 @@ import msgspec
 import torch
 from packaging.version import InvalidVersion, Version
 
+import portattn
 from portattn.errors import ArgumentError
+from portattn.planning.core_path import backward_problem
 from portattn.planning.kernel_specs import KERNEL_NAMES
 from portattn.schema import compilers, conditions, toml_reader
+from portattn.schema.call import Call
 from portattn.schema.ops import EVERY_SCORE, ROWS, WRITERS
 from portattn.schema.problem import Problem
 from portattn.schema.problem_limits import KvFormat, KvScales, cache_format
@@ -22,9 +25,13 @@ from portattn.schema.tensors import TORCH_DTYPE
 from portattn.schema.toolchain import Toolchain, nameable, unknown_name
 from portattn.schema.tuning import Entry, Tuning
 from portattn.tools.bench.cases import SETS, STORED_OPS, Case
+from portattn.tools.bench.contenders import arguments
+from portattn.tools.bench.gate import as_call
 from portattn.tools.bench.tensors import Tensors
-from portattn.tools.tune.gradients import call_of
 from portattn.tools.tune.tunable import Choice, Tunable
+
+WRITTEN = ("grad_q", "grad_k", "grad_v")
+DROPOUT_SEED = 7
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,6 +43,31 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def name(self) -> str:
         return self.case.name
+
+
+def call_of(case: Case, t: Tensors) -> Call:
+    """Return a candidate's call: the case's, or its gradients', after a forward here unless tensors have no data."""
+    call = as_call(case, t)
+    if not case.backward:
+        return call
+    call.problem = backward_problem(call.problem)
+    if t.q.device.type == "meta":
+        return call
+    args, options = arguments(case, t)
+    if case.dropout:  # both must drop the same weights
+        call.dropout_seed = options["dropout_seed"] = torch.tensor([DROPOUT_SEED], device=t.q.device)
+    with torch.no_grad():
+        out, lse = getattr(portattn, case.op)(*args, **options, return_lse=True)
+    assert t.grad_out is not None
+    call.forward_out, call.grad_out = (_as_call_has_it(case, x) for x in (out, t.grad_out))
+    call.forward_lse = (lse[None] if case.packed else lse).contiguous()
+    for name, like in zip(WRITTEN, (call.q, call.k, call.v), strict=True):
+        setattr(call, name, torch.empty_like(like))
+    return call
+
+
+def _as_call_has_it(case: Case, x: torch.Tensor) -> torch.Tensor:
+    return x.transpose(0, 1)[None] if case.packed else x
 
 
 def workload(case: Case) -> Workload:

@@ -24,7 +24,7 @@ from portattn.planning.planner import plan
 from portattn.planning.registry import Registry
 from portattn.schema import conditions, toml_reader
 from portattn.schema.call import Call
-from portattn.schema.lowering import CHOICES, LAUNCH_FIELDS, OF_ROWS, Launch
+from portattn.schema.lowering import CHOICES, LAUNCH_FIELDS, OF_ROWS, Launch, OptionValue
 from portattn.schema.plan import Plan
 from portattn.schema.problem import Problem
 from portattn.schema.symbolic_int import next_power_of_two
@@ -34,10 +34,10 @@ from portattn.schema.tuning import Entry, Provenance, Tuning
 from portattn.testing import bound
 from portattn.testing.executor import analyst
 from portattn.tools.tune import tunable
-from portattn.tools.tune.gradients import combine_sweeps, swept
 from portattn.worker.client import Worker
 
 AXES = Path(__file__).with_name("axes.toml")
+JOINED = 3  # best choices of each sweep of the gradients' kernels, which are joined with the other sweep's best
 COSTS = "step_costs"  # the fact that holds bound.Costs
 WARPS = ("warps", "no_warps")  # of an axis' chip, beside the traits
 
@@ -320,3 +320,32 @@ def _most(one: tunable.Facts | None, other: tunable.Facts) -> tunable.Facts:
         there = found.get(name)
         found[name] = max(value, there) if isinstance(value, int) and isinstance(there, int) else value
     return found
+
+
+def swept(base: tunable.Choice) -> tunable.Choice:
+    """Return the base with the rows' values written out, so that the keys' values can change without them."""
+    whole = Launch().changed(dict(base.launch))
+    own = whole.of_rows()
+    launch = {name: getattr(whole, name) for name in OF_ROWS} | {
+        rows: getattr(own, name) for name, rows in OF_ROWS.items()
+    }
+    rest = {name: value for name, value in base.launch.items() if name not in launch}
+    return tunable.Choice(launch=launch | rest, lowering=base.lowering, flags=base.flags)
+
+
+def combine_sweeps(base: tunable.Choice, ranked: Sequence[tunable.Choice]) -> Iterator[tunable.Choice]:
+    of_base = _rows(swept(base))
+    keys = [one for one in map(swept, ranked) if _rows(one) == of_base][:JOINED]
+    rows = [one for one in map(swept, ranked) if _rest(one) == _rest(swept(base)) and _rows(one) != of_base][:JOINED]
+    for i, j in sorted(itertools.product(range(len(keys)), range(len(rows))), key=sum):
+        if _rest(keys[i]) == _rest(swept(base)):
+            continue  # it is the second itself
+        yield tunable.Choice(launch=keys[i].launch | _rows(rows[j]), lowering=keys[i].lowering, flags=keys[i].flags)
+
+
+def _rows(choice: tunable.Choice) -> dict[str, OptionValue]:
+    return {name: choice.launch[name] for name in OF_ROWS.values()}
+
+
+def _rest(choice: tunable.Choice) -> tuple[object, object]:
+    return {name: value for name, value in choice.launch.items() if name not in OF_ROWS.values()}, choice.lowering

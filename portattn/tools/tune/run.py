@@ -23,9 +23,8 @@ from portattn.tools.bench.cases import Case
 from portattn.tools.bench.gate import reason
 from portattn.tools.bench.tensors import Tensors
 from portattn.tools.tune import race, search
-from portattn.tools.tune.classes import UNTUNED, Class, workload
+from portattn.tools.tune.classes import UNTUNED, Class, call_of, workload
 from portattn.tools.tune.core import core_tunable
-from portattn.tools.tune.gradients import call_of
 from portattn.tools.tune.log import History
 from portattn.tools.tune.race import SampleClock
 from portattn.tools.tune.records import CandidateRecord, CodeRecord, Outcome, ProblemResult, Record

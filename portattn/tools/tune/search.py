@@ -13,6 +13,7 @@ import torch
 from portattn.compile.ensure_compiled import is_compilers
 from portattn.errors import ArgumentError, PortattnError
 from portattn.launch.torch_compat import synchronize
+from portattn.reference.dropout import keep_mask
 from portattn.schema.call import Call
 from portattn.schema.lowering import Launch
 from portattn.schema.problem import Problem
@@ -20,11 +21,10 @@ from portattn.schema.target import Target
 from portattn.testing.bound import LowerBound
 from portattn.testing.tolerance import nan_filled_memory
 from portattn.tools.bench.cases import Case
-from portattn.tools.bench.gate import OracleGate, reason
+from portattn.tools.bench.gate import NAMES, GradientGate, OracleGate, reason, sample_gradients
 from portattn.tools.bench.tensors import Tensors, rows_of
 from portattn.tools.tune import race
-from portattn.tools.tune.classes import Class, Workload
-from portattn.tools.tune.gradients import WRITTEN, Shares, call_of
+from portattn.tools.tune.classes import WRITTEN, Class, Workload, call_of
 from portattn.tools.tune.race import SampleClock, Times
 from portattn.tools.tune.records import CandidateRecord, CandidateState, Record, Trying
 from portattn.tools.tune.tunable import (
@@ -64,6 +64,28 @@ class Checker(OracleGate):
             off = (got.double() - expected).abs().nan_to_num(nan=float("inf"), posinf=float("inf"))
             worst, total, count = max(worst, float(off.max())), total + float(off.sum()), count + off.numel()
         return Errors(worst, total / max(count, 1), self.budget)
+
+
+class Shares:
+    """Errors of a call's gradients: the largest of each segment of rows or keys, as a part of its budget."""
+
+    def __init__(self, case: Case, t: Tensors, call: Call) -> None:
+        self.case, self.call, self.gate = case, call, GradientGate(case, t)
+        if case.dropout:
+            self.gate.expect([self._kept(sequence * case.heads_q + head) for sequence, head in sample_gradients(case)])
+
+    def _kept(self, number: int) -> torch.Tensor:
+        seed = self.call.dropout_seed
+        assert seed is not None
+        rows, keys = (torch.arange(size, device=seed.device) for size in (self.case.seq_q, self.case.seq_k))
+        head = torch.tensor(number, device=seed.device)
+        return keep_mask(seed, self.case.dropout, head, rows[:, None], keys[None])
+
+    def of(self) -> tuple[float, float]:
+        """Return the largest and mean share of the gradients in the call's memory; infinite if one is not finite."""
+        found = (self.call.forward_out, *(getattr(self.call, name) for name in WRITTEN))
+        results = {name: x[0].transpose(0, 1) if self.case.packed else x for name, x in zip(NAMES, found, strict=True)}
+        return self.gate.shares(results)
 
 
 class GradientChecker:

@@ -9,10 +9,10 @@ from portattn.reference import blockwise
 from portattn.schema.lowering import OF_ROWS, Launch
 from portattn.schema.ops import BACKWARD
 from portattn.tools.bench.tensors import Tensors
-from portattn.tools.tune.classes import classes, from_sets, parse, workload
-from portattn.tools.tune.gradients import Shares, call_of, combine_sweeps, swept
+from portattn.tools.tune.classes import call_of, classes, from_sets, parse, workload
+from portattn.tools.tune.core import combine_sweeps, swept
 from portattn.tools.tune.run import tunables
-from portattn.tools.tune.search import PreparedWorkload, facts_of, witnesses
+from portattn.tools.tune.search import PreparedWorkload, Shares, facts_of, witnesses
 from portattn.tools.tune.tunable import BuiltCandidate, Choice, CompileResult, RunnableCandidate, compile_all, verdict
 
 SMALL = "attention_backward q=1,2,20,16 kv=1,1,37,16 dtype=fp16 causal"
