@@ -9,8 +9,8 @@ import torch
 
 import portattn
 from portattn.integrations.flash_attn import flash_attn_func, flash_attn_with_kvcache
+from portattn.tools.bench import peers
 from portattn.tools.bench.contenders import OURS
-from portattn.tools.bench.peers import flash
 from portattn.tools.bench.workloads import Absent, Measure, Row, judge_attention, judge_result, worst
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
@@ -22,7 +22,7 @@ class Forward:
 
     def __init__(self, **given: Any) -> None:
         self.op = torch.ops._vllm_fa3_C.fwd.default
-        self.given = flash.neutral() | given
+        self.given = peers.neutral() | given
 
     def __call__(self, **now: Any) -> Any:
         given = self.given | now if now else self.given
@@ -35,7 +35,7 @@ class Forward:
 
     def schedule(self, batch: int, page_size: int | None) -> torch.Tensor:
         """Return the schedule that vLLM's builder computes once a step."""
-        return flash.schedule(self.given, batch, page_size)
+        return peers.schedule(self.given, batch, page_size)
 
 
 def flash_attn(measure: Measure) -> Iterator[Row]:
@@ -69,7 +69,7 @@ def _dense(measure: Measure, name: str, batch: int, length: int, causal: bool) -
 
     runs: dict[str, Any] = {OURS: lambda: flash_attn_func(q, k, v, causal=causal)}
     judges: dict[str, Any] = {OURS: lambda: judge(runs[OURS]()) | {"path": portattn.last_plan().path}}
-    if flash.has_vllm():  # vllm's build takes packed sequences alone
+    if peers.has_vllm():  # vllm's build takes packed sequences alone
         cu = torch.arange(batch + 1, dtype=torch.int32, device=measure.device) * length
         run = Forward(
             q=q.flatten(0, 1), k=k.flatten(0, 1), v=v.flatten(0, 1), cu_seqlens_q=cu, cu_seqlens_k=cu,
@@ -148,7 +148,7 @@ def _cached(measure: Measure, name: str, batch: int, room: int, page: int | None
     runs: dict[str, Any] = {OURS: ours}
     judges: dict[str, Any] = {OURS: judge_ours}
     peer = "fa3 without the append"
-    if flash.has_vllm():  # vllm's build appends nothing: it reads a cache that has the new rows already
+    if peers.has_vllm():  # vllm's build appends nothing: it reads a cache that has the new rows already
         after = lengths + 1
         run = Forward(
             q=q[:, 0], k=caches[0], v=caches[1], seqused_k=after, softmax_scale=DIM**-0.5, is_causal=True,

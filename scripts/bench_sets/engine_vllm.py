@@ -16,7 +16,7 @@ from engine_calls import SPLITS_IN_GRAPHS, Forward
 
 import portattn
 from portattn.tools.bench.contenders import OURS
-from portattn.tools.bench.peers.flash import has_vllm
+from portattn.tools.bench.peers import has_vllm
 from portattn.tools.bench.workloads import Absent, Measure, Row, judge_attention, worst
 
 DIM, BLOCK, MOST_REQUESTS = 128, 16, 256

@@ -9,7 +9,7 @@ import torch
 
 import portattn
 from portattn.tools.bench.contenders import OURS
-from portattn.tools.bench.peers.flash import has_vllm, neutral
+from portattn.tools.bench.peers import has_vllm, neutral
 from portattn.tools.bench.peers.packages import has_op
 from portattn.tools.bench.workloads import Measure, Row, attend, judge_attention, judge_result
 

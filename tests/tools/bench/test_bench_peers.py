@@ -55,7 +55,7 @@ def test_each_is_called_as_it_asks(case, monkeypatch):
     latent = case.op == "mla_attention"
     if latent:
         shape = (case.head_dim, case.head_dim_v, case.page_size)
-        monkeypatch.setattr("portattn.tools.bench.peers.flash.LATENT", shape)
+        monkeypatch.setattr("portattn.tools.bench.peers.LATENT", shape)
     with ExitStack() as stack:
         calls = stack.enter_context(peer_libraries.vllm_fa3())
         stack.enter_context(peer_libraries.upstream_fa3())

@@ -1,4 +1,4 @@
-"""Peers that are Python packages: FlashInfer, xFormers, FlagGems and SageAttention; presence of torch.ops libraries.
+"""Peers that are Python packages, FlashAttention's and others'; presence of torch.ops libraries.
 
 FlashInfer 0.6 (docs.flashinfer.ai): planning is not timed, causal masks are bottom-right, windows left-sided."""
 
@@ -9,7 +9,7 @@ import functools
 import importlib
 import importlib.metadata as metadata
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
@@ -340,3 +340,60 @@ def sage(case: Case, t: Tensors) -> dict[str, Build]:
         return Contender(lambda: function(t.q, t.k, t.v, **options))
 
     return {"sage": build}
+
+
+def absent(places: Sequence[str]) -> str:
+    """Return "" if one of the places has the module, else why the first has not."""
+    return "" if any(not missing(place) for place in places) else missing(places[0])
+
+
+def flash_attention(
+    name: str, places: Sequence[str], case: Case, t: Tensors, *, pages: str, page: int = 1, dropout: bool = False
+) -> dict[str, Build]:
+    """Return the contender of one of the packages of github.com/Dao-AILab/flash-attention.
+
+    places: modules that may hold the functions; the first installed one counts. pages: the package's name for a page
+    table; page: tokens of which a page has a multiple; dropout: whether the functions have dropout_p"""
+    latent_or_chosen = case.op in ("mla_attention", "sparse_attention")
+    if latent_or_chosen or case.dtype == "fp32" or case.head_dim > WIDEST or case.page_size % page:
+        return {}
+    if case.dropout and not dropout:
+        return {}
+    if case.op == "attention" and case.lengths_q:  # padded queries: neither has lengths of queries for full slots
+        return {}
+    return {name: functools.partial(_flash_attention, case, t, places, pages)}
+
+
+def _flash_attention(case: Case, t: Tensors, places: Sequence[str], pages: str) -> Contender:
+    functions: Any = module(next(place for place in places if not missing(place)))
+    options: dict[str, Any] = {
+        "softmax_scale": case.scale, "causal": case.causal != "none", "window_size": window_of(case),
+    }  # fmt: skip
+    if case.dropout:
+        options["dropout_p"] = case.dropout
+    if case.deterministic:
+        options["deterministic"] = True
+    function: Any = functions.flash_attn_with_kvcache
+    given: tuple[Any, ...] = (t.q, t.k, t.v)
+    shaped: Any = as_is
+    longest = max(case.queries), max(case.keys)
+    if case.op == "varlen_attention":
+        function, given = functions.flash_attn_varlen_func, (*given, t.cu_seqlens_q, t.cu_seqlens_k, *longest)
+    elif not case.page_size:
+        given, shaped = tuple(map(transpose_heads, given)), transpose_heads
+        if case.op == "attention":
+            function = functions.flash_attn_func
+        else:
+            options["cache_seqlens"] = used_keys(case, t)
+    else:
+        used = used_keys(case, t)
+        options[pages] = t.page_table
+        if not case.packed:
+            given, shaped = (transpose_heads(t.q), t.k, t.v), transpose_heads
+            options["cache_seqlens"] = used
+        elif pages == "page_table":  # 3 takes packed queries over pages as they are
+            options |= {"cache_seqlens": used, "cu_seqlens_q": t.cu_seqlens_q, "max_seqlen_q": longest[0]}
+        else:  # 2 takes them by its function of packed sequences, which reads as many keys as cu_seqlens_k says
+            cu = torch.nn.functional.pad(used.cumsum(0), (1, 0)).to(torch.int32)
+            function, given = functions.flash_attn_varlen_func, (*given, t.cu_seqlens_q, cu, *longest)
+    return Contender(lambda: first_of(function(*given, **options)), shaped)
