@@ -20,7 +20,7 @@ from portattn.cli import INTERRUPTED, RED, benchreport
 from portattn.cli.output import BenchProgress, ProgressCounter, emit_json, json_option
 from portattn.errors import ArgumentError, PortattnError
 from portattn.files import write_whole
-from portattn.tools.param_types import SECONDS
+from portattn.tools.param_types import FLAG, SECONDS, check_known, options
 
 if TYPE_CHECKING:
     from portattn.tools.bench.cases import Case, Cell
@@ -33,38 +33,30 @@ FOLDER = click.Path(path_type=Path, exists=True, file_okay=False)
 
 
 @click.group(invoke_without_command=True, context_settings={"show_default": True})
-@click.option("--set", "sets", multiple=True, default=("seed",), metavar="NAME", help="Problem set; can be repeated.")
-@click.option("--only", metavar="TEXT", help="Only cases whose name holds this text.")
-@click.option("--backend", default="auto", help="portattn's path: auto, triton, vendor, reference, or a path's name.")
-@click.option("--core-only", "core", is_flag=True, help="The portable core alone as well, beside the plan's choice.")
-@click.option("--host", "only_host", is_flag=True, help="Only the time that enqueuing a call takes the host.")
-@click.option("--rounds", default=5, type=click.IntRange(1, 100), help="In which all take turns, at least.")
-@click.option("--peer", "peers", multiple=True, metavar="NAME", help="Peer to time; can be repeated. [default: all]")
-@click.option(
-    "--peer-libs", "libraries", type=FOLDER, help="Folder of torch op libraries (*.so) of peers that are not installed."
-)
-@click.option(
-    "--peer-file", "files", multiple=True, type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="Python file that defines contenders(case, t): a peer by the file's name; can be repeated.",
+@options(
+    ("--set sets", {"multiple": True, "default": ("seed",), "metavar": "NAME"}, "Problem set; can be repeated."),
+    ("--only", {"metavar": "TEXT"}, "Only cases whose name holds this text."),
+    ("--backend", {"default": "auto"}, "portattn's path: auto, triton, vendor, reference, or a path's name."),
+    ("--core-only core", FLAG, "The portable core alone as well, beside the plan's choice."),
+    ("--host only_host", FLAG, "Only the time that enqueuing a call takes the host."),
+    ("--rounds", {"default": 5, "type": click.IntRange(1, 100)}, "In which all take turns, at least."),
+    ("--peer peers", {"multiple": True, "metavar": "NAME"}, "Peer to time; can be repeated. [default: all]"),
+    ("--peer-libs libraries", {"type": FOLDER}, "Folder of torch op libraries (*.so) of peers that are not installed."),
+    ("--peer-file files", {"multiple": True, "type": click.Path(path_type=Path, exists=True, dir_okay=False)},
+     "Python file that defines contenders(case, t): a peer by the file's name; can be repeated."),
+    ("--budget", {"type": SECONDS}, "Seconds after which no further cell is begun."),
+    ("--jobs", {"type": click.IntRange(min=1)},
+     "Compile portattn's kernels first, in so many processes. [default: as each case comes]"),
+    ("--out", {"type": click.Path(path_type=Path, file_okay=False)}, "Folder for the results."),
+    ("--release releases", {"multiple": True, "metavar": "VERSION[=FOLDER]"},
+     "Release of Triton to time, in a process of its own; can be repeated. [default: the installed one, here]"),
+    ("--resume", FLAG, "Go on with the run in --out: what it finished is kept."),
+    ("--commit", {"default": "", "metavar": "TEXT"}, "The commit that is measured, where git cannot tell."),
+    ("--tiny", FLAG, "Small sizes, on a CPU too; of sets from scripts/bench_sets/."),
+    ("--check", FLAG, "Check results and time nothing; of the same sets."),
+    ("--against", {"type": FOLDER}, "Another checkout of portattn, which takes turns with this one; of the same sets."),
+    ("--ranks", {"type": click.IntRange(min=2), "default": 2}, "GPUs of the set context-parallel."),
 )  # fmt: skip
-@click.option("--budget", type=SECONDS, help="Seconds after which no further cell is begun.")
-@click.option(
-    "--jobs", type=click.IntRange(min=1),
-    help="Compile portattn's kernels first, in so many processes. [default: as each case comes]",
-)  # fmt: skip
-@click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder for the results.")
-@click.option(
-    "--release", "releases", multiple=True, metavar="VERSION[=FOLDER]",
-    help="Release of Triton to time, in a process of its own; can be repeated. [default: the installed one, here]",
-)  # fmt: skip
-@click.option("--resume", is_flag=True, help="Go on with the run in --out: what it finished is kept.")
-@click.option("--commit", default="", metavar="TEXT", help="The commit that is measured, where git cannot tell.")
-@click.option("--tiny", is_flag=True, help="Small sizes, on a CPU too; of sets from scripts/bench_sets/.")
-@click.option("--check", is_flag=True, help="Check results and time nothing; of the same sets.")
-@click.option(
-    "--against", type=FOLDER, help="Another checkout of portattn, which takes turns with this one; of the same sets."
-)
-@click.option("--ranks", type=click.IntRange(min=2), default=2, help="GPUs of the set context-parallel.")
 @json_option
 @click.pass_context
 def bench(
@@ -141,18 +133,15 @@ def bench(
         raise SystemExit(RED)
 
 
-bench.add_command(benchreport.report)
-bench.add_command(benchreport.compare)
-bench.add_command(benchreport.join)
+for command in (benchreport.report, benchreport.compare, benchreport.join):
+    bench.add_command(command)
 
 
 def _chosen(sets: tuple[str, ...], only: str | None) -> dict[str, list[Case]]:
     from portattn.tools.bench.cases import SETS
 
     names = list(SETS) if "all" in sets else list(dict.fromkeys(sets))
-    for name in names:
-        if name not in SETS:
-            raise ArgumentError("bench", "--set", name, f"must be one of {', '.join([*SETS, 'all'])}")
+    check_known("bench", "--set", names, [*SETS, "all"])
     chosen = {name: [case for case in SETS[name] if only is None or only in case.name] for name in names}
     if not any(chosen.values()):
         raise ArgumentError("bench", "--only", only, f"must match a case of {', '.join(names)}")
@@ -162,9 +151,7 @@ def _chosen(sets: tuple[str, ...], only: str | None) -> dict[str, list[Case]]:
 def _wanted(peers: tuple[str, ...]) -> tuple[str, ...]:
     from portattn.tools.bench.peers import PEERS
 
-    for name in peers:
-        if name not in PEERS and name != "none":
-            raise ArgumentError("bench", "--peer", name, f"must be one of {', '.join([*PEERS, 'none'])}")
+    check_known("bench", "--peer", peers, [*PEERS, "none"])
     return tuple(name for name in peers if name != "none") if peers else tuple(PEERS)
 
 
@@ -409,9 +396,8 @@ def run_workloads(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for name in sets:
         if workloads.WORKLOADS[name].device and device == "cpu" and not how["tiny"]:
-            raise PortattnError(
-                f"bench: no CUDA or ROCm device is here to time {name} on; --tiny checks small sizes on a CPU"
-            )
+            limit = "no CUDA or ROCm device is here to time"
+            raise PortattnError(f"bench: {limit} {name} on; --tiny checks small sizes on a CPU")
     found: list[WorkloadResult] = []
     end = math.inf if budget is None else time.monotonic() + budget
     for name in sorted(dict.fromkeys(sets), key=lambda name: not workloads.WORKLOADS[name].forks):

@@ -10,6 +10,8 @@ import click
 
 from portattn.cli.output import emit_json, json_option
 from portattn.errors import ArgumentError
+from portattn.tools.param_types import FLAG
+from portattn.tools.param_types import options as option_table
 from portattn.tools.problem_options import shape
 
 if TYPE_CHECKING:
@@ -19,23 +21,21 @@ OP = "context-parallel"
 
 
 @click.command("context-parallel")
-@click.option("--q", required=True, metavar="B,H,S,D", help="Shape of the whole queries.")
-@click.option("--kv", required=True, metavar="B,H,S,D", help="Shape of the whole keys.")
-@click.option("--dv", type=int, metavar="N", help="Width of the values; D by default.")
-@click.option("--dtype", default="bf16", metavar="DTYPE", help="bf16, fp16 or fp32; bf16 by default.")
-@click.option("--ranks", required=True, type=int, metavar="N", help="GPUs, in all.")
-@click.option(
-    "--inner", type=int, metavar="N",
-    help="Ranks of each Ulysses group: 1 (by default) for a ring alone, as many as --ranks for Ulysses alone.",
+@option_table(
+    ("--q", {"required": True, "metavar": "B,H,S,D"}, "Shape of the whole queries."),
+    ("--kv", {"required": True, "metavar": "B,H,S,D"}, "Shape of the whole keys."),
+    ("--dv", {"type": int, "metavar": "N"}, "Width of the values; D by default."),
+    ("--dtype", {"default": "bf16", "metavar": "DTYPE"}, "bf16, fp16 or fp32; bf16 by default."),
+    ("--ranks", {"required": True, "type": int, "metavar": "N"}, "GPUs, in all."),
+    ("--inner", {"type": int, "metavar": "N"},
+     "Ranks of each Ulysses group: 1 (by default) for a ring alone, as many as --ranks for Ulysses alone."),
+    ("--layout", {"metavar": "LAYOUT"}, "How a sequence is cut: zigzag (by default) or contiguous."),
+    ("--causal", FLAG, "A row sees no later key."),
+    ("--window", {"metavar": "L,R"}, "Keys seen before and after a row's own; -1 for all."),
+    ("--decode", FLAG, "Decoding over a sharded cache: S of --kv is its length."),
+    ("--heads", {"metavar": "HEADS"}, "With --decode, what each rank gets: all (by default) or shard."),
+    ("--rate", {"multiple": True, "metavar": "NAME=NUMBER"}, "A rate of the model, such as link=450e9; repeatable."),
 )  # fmt: skip
-@click.option("--layout", metavar="LAYOUT", help="How a sequence is cut: zigzag (by default) or contiguous.")
-@click.option("--causal", is_flag=True, help="A row sees no later key.")
-@click.option("--window", metavar="L,R", help="Keys seen before and after a row's own; -1 for all.")
-@click.option("--decode", is_flag=True, help="Decoding over a sharded cache: S of --kv is its length.")
-@click.option("--heads", metavar="HEADS", help="With --decode, what each rank gets: all (by default) or shard.")
-@click.option(
-    "--rate", multiple=True, metavar="NAME=NUMBER", help="A rate of the model, such as link=450e9; repeatable."
-)
 @json_option
 def context_parallel(
     q: str, kv: str, dv: int | None, dtype: str, ranks: int, rate: tuple[str, ...], as_json: bool, **options: Any

@@ -18,19 +18,25 @@ from portattn.cli import RED
 from portattn.cli.output import emit_json, heading, json_option, pairs
 from portattn.compile.record_store import store
 from portattn.config import ENVIRONMENT, IGNORED, current, from_environment, unknown_variables
-from portattn.errors import ArgumentError, PluginWarning
+from portattn.errors import PluginWarning
 from portattn.files import cache_folder, takes_no_files
+from portattn.launch import native, triton_compat
+from portattn.planning import plugins
+from portattn.planning.kernel_specs import KERNEL_NAMES
 from portattn.planning.planner import plan
 from portattn.planning.registry import Registry, devices, own_backends, parse_target
+from portattn.schema import compilers as known_compilers
 from portattn.schema.plan import Plan
 from portattn.schema.problem import Problem
 from portattn.schema.target import Target
+from portattn.schema.toolchain import installed_beside, installed_toolchain, owners
 from portattn.source_tree import install_extra
+from portattn.testing.canary import CASES
 from portattn.testing.executor import COMPARE, Interpreter, arches, executors, request_of
 from portattn.testing.findings import Numerics, figure, numerics
 from portattn.tools import lab
 from portattn.tools.matrix.provenance import installed_packages
-from portattn.tools.param_types import options
+from portattn.tools.param_types import check_known, options
 from portattn.version import __version__
 from portattn.worker.client import Worker
 
@@ -161,17 +167,12 @@ def probe_section(title: str, probe: Callable[[], Section]) -> Section:
 def versions() -> Section:
     names = ("torch", "torch-npu", "numpy")
     found = installed_packages(names)
-    own = {
-        "portattn": __version__,
-        "python": platform.python_version(),
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-    }
+    system = f"{platform.system()} {platform.release()} {platform.machine()}"
+    own = {"portattn": __version__, "python": platform.python_version(), "system": system}
     return _section("versions", (own | {name: found.get(name, "not installed") for name in names}).items())
 
 
 def toolchain() -> Section:
-    from portattn.schema.toolchain import installed_toolchain, owners
-
     found = installed_toolchain()
     if not found:
         hint = f"Triton is not installed: {install_extra('triton')}, or triton-ascend on an NPU"
@@ -190,14 +191,11 @@ def toolchain() -> Section:
 
 
 def compilers() -> Section:
-    from portattn.schema import compilers as known
-    from portattn.schema.toolchain import installed_beside, installed_toolchain
-
     here = {one.distribution: one.version for one in (installed_toolchain(), *installed_beside())}
     items = []
-    for name, one in known.all_compilers().items():
+    for name, one in known_compilers.all_compilers().items():
         state = f"installed {here[name]}" if name in here else "not installed"
-        beside = "" if one.package == known.TRITON else f", added to Triton as {one.package}"
+        beside = "" if one.package == known_compilers.TRITON else f", added to Triton as {one.package}"
         names = f"; also named {', '.join(one.aliases)}" if one.aliases else ""
         items.append((name, f"{state}{beside}; known to {one.brought_by}{names}"))
     return _section("compilers", items)
@@ -215,8 +213,6 @@ def hidden_triton_folders(folder: object) -> list[str]:
 
 
 def backends() -> Section:
-    from portattn.planning import plugins
-
     items, errors = [], []
     registry = Registry.load()
     own = own_backends()
@@ -266,8 +262,6 @@ def cache() -> Section:
 
 
 def launches() -> Section:
-    from portattn.launch import native, triton_compat
-
     directory = current().cache_dir
     module, why = native.load(directory)
     if not module and takes_no_files(cache_folder(directory)):
@@ -285,8 +279,6 @@ def launches() -> Section:
 
 
 def quirks() -> Section:
-    from portattn.planning.kernel_specs import KERNEL_NAMES
-
     items = []
     for target in devices():
         for quirk in Registry.load().quirks.values():
@@ -297,8 +289,6 @@ def quirks() -> Section:
 
 
 def paths() -> Section:
-    from portattn.testing.canary import CASES
-
     items, fallen = [], dict[str, list[str]]()
     known = Registry.load().quirks
     for target in devices():
@@ -345,10 +335,7 @@ def doctor(emulate: str | None, as_json: bool) -> None:
     no files, or an installed backend package is broken."""
     from rich.console import Console
 
-    if emulate is not None:
-        known = arches("emulated")
-        if emulate not in known:
-            raise ArgumentError("doctor", "--emulate", emulate, f"must be one of {', '.join(known)}")
+    check_known("doctor", "--emulate", [emulate], arches("emulated"))
     with Console(stderr=True).status("looking around") as status:
         report = examine(lambda what: status.update(what), emulate or "")
     if as_json:

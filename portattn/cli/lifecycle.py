@@ -16,7 +16,7 @@ from portattn.files import read_limited
 from portattn.schema import quirk
 from portattn.tools import param_types
 from portattn.tools.display_text import names_or_count
-from portattn.tools.param_types import SECONDS
+from portattn.tools.param_types import FLAG, SECONDS, options
 
 if TYPE_CHECKING:
     from portattn.planning.registry import Registry
@@ -37,17 +37,16 @@ _FRESH = {"TRITON_ALWAYS_COMPILE": "1"}  # of the child that reduces: a cache wo
 @click.option("--backend", metavar="NAME", help="The backend, where the log does not say.")
 @output.target_option("The chip, where the log does not say.")
 @output.toolchain_option("The compiler, where the log does not say.")
-@click.option("--kernel", metavar="NAME", help="Our kernel, as in dense_forward, where the log does not say.")
-@click.option("--failure", "number", type=int, metavar="N", help="Of several failures in a log only the Nth.")
-@click.option("--words", metavar="WORDS", default="", help="What the id says after its number, as in four-stages.")
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path, file_okay=False),
-    help="Folder; by default quirks/drafts of a checkout, and ./quirk-drafts of the working folder where portattn is "
-    "installed from a wheel.",
-)
-@click.option("--force", is_flag=True, help="Draft although the failure is an entry's, or a draft has it.")
-@click.option("--no-replay", is_flag=True, help="Do not run the draft's program here.")
+@options(
+    ("--kernel", {"metavar": "NAME"}, "Our kernel, as in dense_forward, where the log does not say."),
+    ("--failure number", {"type": int, "metavar": "N"}, "Of several failures in a log only the Nth."),
+    ("--words", {"metavar": "WORDS", "default": ""}, "What the id says after its number, as in four-stages."),
+    ("--out", {"type": click.Path(path_type=Path, file_okay=False)},
+     "Folder; by default quirks/drafts of a checkout, and ./quirk-drafts of the working folder where portattn is "
+     "installed from a wheel."),
+    ("--force", FLAG, "Draft although the failure is an entry's, or a draft has it."),
+    ("--no-replay", FLAG, "Do not run the draft's program here."),
+)  # fmt: skip
 @output.json_option
 def new(
     log: Path | None, incident_id: str | None, backend: str | None, target: str | None, toolchain: str | None,
@@ -323,12 +322,11 @@ def retire(quirk_id: str, reason: str, fixed_in: str, replaced_by: str, force: b
 @output.toolchain_option("The compiler that is left.", "--from", "before", required=True)
 @output.toolchain_option("The compiler that comes.", "--to", "after", required=True)
 @output.target_option("A chip; may be given several times.", "--target", "targets", multiple=True)
-@click.option(
-    "--strict",
-    is_flag=True,
-    help="Red too: an entry that is less sure with the new compiler (no probe has looked there, and it newly applies, "
-    "falls away, or was probed with the old one), and a variant that refuses what it took.",
-)
+@options(
+    ("--strict", FLAG,
+     "Red too: an entry that is less sure with the new compiler (no probe has looked there, and it newly applies, "
+     "falls away, or was probed with the old one), and a variant that refuses what it took."),
+)  # fmt: skip
 @output.json_option
 def upgrade(before: str, after: str, targets: tuple[str, ...], strict: bool, as_json: bool) -> None:
     """List the changes that another compiler brings: entries that fall away, stay or newly apply, and changed plans.

@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 
 from portattn.cli import RED, output, require_some
-from portattn.errors import DataError
+from portattn.errors import ArgumentError, DataError, SettingError
+from portattn.planning.registry import Registry
+from portattn.schema.problem_limits import OPS
 from portattn.tools import display_text, param_types
 from portattn.tools.param_types import FLAG, options
 from portattn.tools.problem_options import CausalCommand, problem_from, problem_options, target_from, training_problem
@@ -59,16 +62,12 @@ def plan(
         --q 8,64,1024,64 --kv 8,16,1024,64 --dtype fp16 --causal
     portattn plan paged_attention --target cuda:sm_90 --toolchain triton==3.6.0 \\
         --q 16,32,1,128 --kv 16,8,8192,128 --page-size 16 --dtype bf16"""
-    import msgspec
-
     from portattn.compile.record_store import store
     from portattn.config import current
-    from portattn.errors import ArgumentError, SettingError
     from portattn.planning.planner import plan as plan_problem
-    from portattn.planning.registry import Registry
     from portattn.schema.compile_record import NO_RECORDS
 
-    param_types.check_op("plan", op)
+    param_types.check_known("plan", "OP", [op], OPS)
     problem = training_problem(problem_from(op, **described), grad, dropout, deterministic)
     members = Registry.load().family(target or "")
     places = [target_from(name, toolchain) for name in members] or [target_from(target, toolchain)]
@@ -92,15 +91,12 @@ def plan(
         told = [f"\n{least.explain()}" for least in bounds] or [""] * len(made)
         click.echo("\n\n".join(one.explain() + more for one, more in zip(made, told, strict=True)))
         lines = display_text.of_plans(made)
-        if lines and not explained:
-            lines = ["--legend says what the names in a schedule mean"]
-        for line in lines:
+        for line in lines if explained or not lines else ["--legend says what the names in a schedule mean"]:
             click.echo(f"  {line}")
 
 
 def _bound(made: Plan, where: Target) -> LowerBound:
     """Return the bound on the portable core of a plan. Raises NoBound, LabError or ArgumentError."""
-    from portattn.planning.registry import Registry
     from portattn.testing import bound
     from portattn.tools import lab
     from portattn.tools.matrix.run import core_of
@@ -139,7 +135,7 @@ def warmup(specs: Path, device: str | None, jobs: int | None, as_json: bool) -> 
     import torch
 
     from portattn.api.warmup import warmup as warm
-    from portattn.errors import ArgumentError, CompileWarning
+    from portattn.errors import CompileWarning
 
     given = _read(specs)
     try:
@@ -164,8 +160,6 @@ def warmup(specs: Path, device: str | None, jobs: int | None, as_json: bool) -> 
 
 
 def _read(path: Path) -> list[Any]:
-    import msgspec
-
     from portattn.tools import run_log
 
     try:

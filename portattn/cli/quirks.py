@@ -5,21 +5,22 @@ from __future__ import annotations
 import datetime
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 import msgspec
 
 from portattn.cli import INTERRUPTED, RED, lifecycle, output, require_some
-from portattn.errors import ArgumentError
+from portattn.errors import ArgumentError, PortattnError, QuirkConflict
+from portattn.planning.kernel_specs import KERNEL_NAMES
+from portattn.planning.registry import Registry, find_backends
+from portattn.schema.quirk import Quirk, Symptom, describe_effect
 from portattn.tools import param_types
 from portattn.tools.param_types import SECONDS
 from portattn.tools.problem_options import target_from
 
 if TYPE_CHECKING:
-    from portattn.planning.registry import Registry
     from portattn.schema.plan import AppliedQuirk, Plan
-    from portattn.schema.quirk import Quirk
     from portattn.schema.target import Target
     from portattn.tools.quirks.probe import ProbeResult
 
@@ -30,18 +31,16 @@ FOLDER = {"type": click.Path(path_type=Path, exists=True, file_okay=False)}
 
 @click.command()
 @click.argument("ids", metavar="[ID]...", nargs=-1, type=param_types.QUIRK)
-@output.toolchain_option(
-    "The compiler, of the lab or installed; repeat it. The installed one by default.", multiple=True
-)
+@output.toolchain_option("The compiler, of the lab or installed, which is the default; repeat it.", multiple=True)
 @click.option("--all-toolchains", is_flag=True, help="Every toolchain that the lab has, and the installed one.")
 @output.target_option("Another chip than the probe's own.")
 @click.option("--record", is_flag=True, help="Write what was seen into the quirks' files, as [[verified]] tables.")
 @click.option("--jobs", type=click.IntRange(1, 64), default=2, show_default=True, help="Probes run at a time.")
-@click.option(
-    "--seconds", type=SECONDS, default=180.0, show_default=True,
-    help="Limit of each arm: a compiler that takes longer hangs.",
+@param_types.options(
+    ("--seconds", {"type": SECONDS, "default": 180.0, "show_default": True},
+     "Limit of each arm: a compiler that takes longer hangs."),
+    ("--folder", FOLDER, "Quirk files to probe; portattn's own and installed packages' by default."),
 )  # fmt: skip
-@param_types.options(("--folder", FOLDER, "Quirk files to probe; portattn's own and installed packages' by default."))
 @output.json_option
 def probe(
     ids: tuple[str, ...], toolchain: tuple[str, ...], all_toolchains: bool, target: str | None, record: bool, jobs: int,
@@ -54,7 +53,6 @@ def probe(
     inconclusive; unverified, with what is missing.
 
     Exit status 1: a verdict is red. 3: no probe could run here. Ctrl-C keeps what has been recorded."""
-    from portattn.planning.registry import Registry, find_backends
     from portattn.tools.quirks import probe as probing
     from portattn.tools.quirks.examples import arches_of
     from portattn.tools.quirks.probe_results import record as write
@@ -105,7 +103,6 @@ def probe(
 
 def _toolchains(named: tuple[str, ...], everything: bool, registry: Registry) -> tuple[list[str], list[str]]:
     """Return (toolchains to probe on, absent toolchains of the lab). Raises LabError if a named toolchain is absent."""
-    from portattn.errors import PortattnError
     from portattn.schema.toolchain import installed_beside, installed_toolchain, is_installed
     from portattn.tools import lab
     from portattn.tools.quirks import probe as probing
@@ -127,7 +124,7 @@ def _toolchains(named: tuple[str, ...], everything: bool, registry: Registry) ->
 
 def _tell(results: list[ProbeResult], missing: list[str], written: int | None) -> None:
     rows = [
-        (r.quirk, r.target, r.toolchain, r.off.word, r.on.word, r.verdict, r.reason if r.verdict != "confirmed" else "")
+        (r.quirk, r.target, r.toolchain, r.off.word, r.on.word, r.verdict, r.reason * (r.verdict != "confirmed"))
         for r in results
     ]
     output.table(["id", "target", "toolchain", "off", "on", "verdict", "what was seen"], rows)
@@ -139,9 +136,8 @@ def _tell(results: list[ProbeResult], missing: list[str], written: int | None) -
     for name in missing:
         click.echo(f"{name} is not here: `portattn lab create {name}` makes it")
     counts = Counter(result.verdict for result in results)
-    click.echo(
-        f"{output.plural(len(results), 'probe')}: " + (", ".join(f"{n} {v}" for v, n in counts.most_common()) or "none")
-    )
+    verdicts = ", ".join(f"{n} {v}" for v, n in counts.most_common())
+    click.echo(f"{output.plural(len(results), 'probe')}: {verdicts or 'none'}")
     if written is not None:
         click.echo(f"{output.plural(written, 'table')} recorded")
 
@@ -166,13 +162,10 @@ def list_(
     as_json: bool,
 ) -> None:  # fmt: skip
     """List quirks: id, symptom, and what goes wrong."""
-    from portattn.planning.registry import Registry
-    from portattn.schema.quirk import Symptom
-
     registry = Registry.load()
-    _check("--backend", backend, tuple(registry.backends))
-    _check("--kind", kind, ("workaround", "limit"))
-    _check("--symptom", symptom, Symptom.__args__)  # type: ignore[attr-defined]
+    known = {"--backend": registry.backends, "--kind": ("workaround", "limit"), "--symptom": get_args(Symptom)}
+    for (option, words), value in zip(known.items(), (backend, kind, symptom), strict=True):
+        param_types.check_known("quirks list", option, [value], words)
     if toolchain and not active_on:
         raise ArgumentError("quirks list", "--toolchain", toolchain, "goes with --active-on")
     target = target_from(active_on, toolchain, "--active-on") if active_on else None
@@ -196,9 +189,6 @@ def list_(
 @output.json_option
 def show(quirk_id: str, as_json: bool) -> None:
     """Show everything that is known about one quirk. ID may end with its number, as in cuda-0012."""
-    from portattn.planning.registry import Registry
-    from portattn.schema.quirk import describe_effect
-
     quirk = output.quirk_of("quirks show", quirk_id, Registry.load())
     if as_json:
         output.emit_json(quirk)
@@ -223,9 +213,7 @@ def show(quirk_id: str, as_json: bool) -> None:
 def because(target: Target) -> dict[str, Any]:
     """Return quirks at work with their kernels and problems, quirks that are not with the reason, and conflicts."""
     from portattn.config import current
-    from portattn.errors import QuirkConflict
     from portattn.planning.planner import plan
-    from portattn.planning.registry import Registry
     from portattn.tools.matrix.problems import quick
 
     registry = Registry.load()
@@ -340,21 +328,13 @@ quirks.add_command(probe)
 lifecycle.add_to(quirks)
 
 
-def _check(option: str, value: str | None, known: tuple[str, ...]) -> None:
-    if value is not None and value not in known:
-        raise ArgumentError("quirks list", option, value, f"must be one of {', '.join(known)}")
-
-
 def _concerns(quirk: Quirk, target: Any) -> bool:
-    from portattn.planning.kernel_specs import KERNEL_NAMES
-
     return any(quirk.concerns(kernel, target) for kernel in KERNEL_NAMES)
 
 
 def _summary(quirk: Quirk) -> dict[str, Any]:
     own = {name: getattr(quirk, name) for name in ("id", "title", "symptom", "kind", "file")}
-    own |= {"backend": quirk.when.backend, "sentence": quirk.sentence(), "upstream": quirk.evidence.upstream}
-    return own
+    return own | {"backend": quirk.when.backend, "sentence": quirk.sentence(), "upstream": quirk.evidence.upstream}
 
 
 def _words(value: Any) -> str:

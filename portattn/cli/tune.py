@@ -14,7 +14,7 @@ from portattn.cli.output import emit_json, json_option, table, target_option, to
 from portattn.errors import ArgumentError
 from portattn.schema.tuning import TIMED_SPILLS
 from portattn.tools import param_types
-from portattn.tools.param_types import SECONDS
+from portattn.tools.param_types import FLAG, SECONDS, options
 
 if TYPE_CHECKING:
     from portattn.schema.target import Target
@@ -41,13 +41,9 @@ def dry_run_rows(
     if as_json:
         emit_json({"target": where.name, "toolchain": str(where.toolchain), "classes": rows})
         return
-    shown = [
-        (row["candidates"], row["twins"], row["refused"], row["incumbent"] or "nothing", row["class"],
-         "; ".join(row["problems"]))
-        for row in rows
-    ]  # fmt: skip
     columns = ("candidates", "twins", "refused", "today", "class", "problems")
-    table(columns, [tuple(map(str, cells)) for cells in shown])
+    words = [row | {"today": row["incumbent"] or "nothing", "problems": "; ".join(row["problems"])} for row in rows]
+    table(columns, [tuple(str(row[name]) for name in columns) for row in words])
     _legend(chosen)
 
 
@@ -66,21 +62,14 @@ class SearchProgress:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
         self.console = Console(stderr=True, highlight=False)
-        self._bar = Progress(
+        self.bar = Progress(
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
             console=self.console, disable=not self.console.is_terminal,
         )  # fmt: skip
         self._task: Any = None
 
-    def __enter__(self) -> SearchProgress:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
     def begin(self, what: str, steps: int) -> None:
-        self._task = self._bar.add_task(what, total=steps)
+        self._task = self.bar.add_task(what, total=steps)
         if not self.console.is_terminal and steps:
             click.echo(f"{what}: {steps}", err=True)
 
@@ -89,7 +78,7 @@ class SearchProgress:
         from portattn.tools.tune.records import QUIET, CandidateRecord, CodeRecord, Outcome
 
         if isinstance(record, CodeRecord | Outcome) and self._task is not None:
-            self._bar.update(self._task, advance=1)
+            self.bar.update(self._task, advance=1)
         if isinstance(record, Outcome):
             self._say(f"{record.name}: {sentence(record)}")
         elif isinstance(record, CandidateRecord) and record.verdict not in QUIET:
@@ -98,10 +87,7 @@ class SearchProgress:
     def _say(self, line: str) -> None:
         from rich.text import Text
 
-        if self.console.is_terminal:
-            self._bar.console.print(Text(line))
-        else:
-            click.echo(line, err=True)
+        self.console.print(Text(line)) if self.console.is_terminal else click.echo(line, err=True)
 
 
 def tell(
@@ -146,44 +132,32 @@ DEFAULT_OUT = Path(".tune")
 @click.command(context_settings={"show_default": True})
 @target_option("What to tune for. [default: this machine's device]")
 @toolchain_option("Compile with this one of the lab. [default: the installed]")
-@click.option("--set", "sets", multiple=True, metavar="NAME", help="Set of `portattn bench`, or all; can be repeated.")
-@click.option("--only", metavar="TEXT", help="Only cases of the sets whose name holds this text.")
-@click.option(
-    "--problem", "problems", multiple=True, metavar="TEXT",
-    help="A problem, as 'attention q=4,16,4096,128 kv=4,16,4096,128 dtype=bf16 causal'; can be repeated.",
+@options(
+    ("--set sets", {"multiple": True, "metavar": "NAME"}, "Set of `portattn bench`, or all; can be repeated."),
+    ("--only", {"metavar": "TEXT"}, "Only cases of the sets whose name holds this text."),
+    ("--problem problems", {"multiple": True, "metavar": "TEXT"},
+     "A problem, as 'attention q=4,16,4096,128 kv=4,16,4096,128 dtype=bf16 causal'; can be repeated."),
+    ("--op ops", {"multiple": True, "type": param_types.OP, "metavar": "NAME"},
+     "Only problems of this op; can be repeated."),
+    ("--kernel kernels", {"multiple": True, "metavar": "NAME"}, "Only this kernel or variant; can be repeated."),
+    ("--budget", {"type": SECONDS, "metavar": "SECONDS"}, "For all of it."),
+    ("--candidates", {"type": click.IntRange(0), "default": 0}, "Of a class, nearest to today's choice; 0: all."),
+    ("--setting settings", {"multiple": True, "metavar": "NAME=VALUE"},
+     "Only candidates with this setting, such as pipeline=rotated; can be repeated, also for more values of one."),
+    ("--spills", {"type": click.IntRange(0), "metavar": "BYTES"},
+     f"That a candidate may have. [default: 0; where time will tell {TIMED_SPILLS}, or today's choice's if more]"),
+    ("--rounds", {"type": click.IntRange(1, 100), "default": 6}, "Rounds in which finalists take turns."),
+    ("--jobs", {"type": click.IntRange(1, 256), "default": 2}, "Compiles at a time."),
+    ("--seconds", {"type": SECONDS, "default": 120.0}, "Limit of each compile."),
+    ("--by-bound", FLAG, "Time nothing, and take what has the least lower bound on its time."),
+    ("--compile-only", FLAG, "Time nothing, on a machine that has the chip too."),
+    ("--out", {"type": click.Path(path_type=Path), "default": DEFAULT_OUT},
+     "A tuning file to merge into, or a folder for ARCH.toml and the log."),
+    ("--log log_path", {"type": click.Path(path_type=Path, dir_okay=False)}, "JSON lines; a .txt beside it."),
+    ("--resume", FLAG, "Go on with the log's run: what it finished is kept."),
+    ("--commit", {"default": "", "metavar": "TEXT"}, "The commit that is tuned, where git cannot tell."),
+    ("--dry-run", FLAG, "Say what would be searched; compile and write nothing."),
 )  # fmt: skip
-@click.option(
-    "--op", "ops", multiple=True, type=param_types.OP, metavar="NAME",
-    help="Only problems of this op; can be repeated.",
-)  # fmt: skip
-@click.option(
-    "--kernel", "kernels", multiple=True, metavar="NAME", help="Only this kernel or variant; can be repeated."
-)
-@click.option("--budget", type=SECONDS, metavar="SECONDS", help="For all of it.")
-@click.option("--candidates", type=click.IntRange(0), default=0, help="Of a class, nearest to today's choice; 0: all.")
-@click.option(
-    "--setting", "settings", multiple=True, metavar="NAME=VALUE",
-    help="Only candidates with this setting, such as pipeline=rotated; can be repeated, also for more values of one.",
-)  # fmt: skip
-@click.option(
-    "--spills", type=click.IntRange(0), metavar="BYTES",
-    help=f"That a candidate may have. [default: 0; where time will tell {TIMED_SPILLS}, or today's choice's if more]",
-)  # fmt: skip
-@click.option("--rounds", type=click.IntRange(1, 100), default=6, help="Rounds in which finalists take turns.")
-@click.option("--jobs", type=click.IntRange(1, 256), default=2, help="Compiles at a time.")
-@click.option("--seconds", type=SECONDS, default=120.0, help="Limit of each compile.")
-@click.option("--by-bound", is_flag=True, help="Time nothing, and take what has the least lower bound on its time.")
-@click.option("--compile-only", is_flag=True, help="Time nothing, on a machine that has the chip too.")
-@click.option(
-    "--out", type=click.Path(path_type=Path), default=DEFAULT_OUT,
-    help="A tuning file to merge into, or a folder for ARCH.toml and the log.",
-)  # fmt: skip
-@click.option(
-    "--log", "log_path", type=click.Path(path_type=Path, dir_okay=False), help="JSON lines; a .txt beside it."
-)
-@click.option("--resume", is_flag=True, help="Go on with the log's run: what it finished is kept.")
-@click.option("--commit", default="", metavar="TEXT", help="The commit that is tuned, where git cannot tell.")
-@click.option("--dry-run", is_flag=True, help="Say what would be searched; compile and write nothing.")
 @json_option
 def tune(
     target: str | None, toolchain: str | None, sets: tuple[str, ...], only: str | None, problems: tuple[str, ...],
@@ -257,7 +231,8 @@ def tune(
         file = TuningFile(path, base, made, backend)
         written = [one.name for one in chosen if one.name in history.done and file.put(one, history.done[one.name])]
         ended = ""
-        with SearchProgress() as progress:
+        progress = SearchProgress()
+        with progress.bar:
 
             def note(record: Record) -> None:
                 log.append(record)
@@ -301,9 +276,7 @@ def _tunables(where: Target, kernels: tuple[str, ...]) -> tuple[list[Tunable], d
     if where.arch.refused or not known or where.backend == "cpu":
         reason = where.arch.refused or "no kernel is tuned there"
         raise ArgumentError("tune", "--target", where.name, f"must be a chip that kernels are compiled for: {reason}")
-    for name in kernels:
-        if name not in known:
-            raise ArgumentError("tune", "--kernel", name, f"must be one of {', '.join(known)}")
+    param_types.check_known("tune", "--kernel", kernels, known)
     return [one for name, one in known.items() if not kernels or name in kernels], known
 
 
@@ -311,9 +284,7 @@ def _cases(sets: tuple[str, ...], only: str | None, problems: tuple[str, ...], o
     from portattn.schema.ops import BACKWARD, ROWS
     from portattn.tools.tune.classes import from_sets, parse, tunable_sets
 
-    for op in ops:
-        if op not in ROWS:
-            raise ArgumentError("tune", "--op", op, f"must be one of {', '.join(ROWS)}")
+    param_types.check_known("tune", "--op", ops, ROWS)
     if not sets and not problems:
         limit = f"must be given, or --problem; sets: {', '.join([*tunable_sets(), 'all'])}"
         raise ArgumentError("tune", "--set", "nothing", limit)
@@ -353,10 +324,7 @@ def _device(where: Target) -> Any:
     from portattn.schema.toolchain import installed_for
 
     backend, device = Registry.load().backends[where.backend], timed_device()
-    if (
-        device is None
-        or device.type != backend.device_type
-        or str(where.toolchain) != str(installed_for(backend.compilers))
-    ):
+    if device is None or device.type != backend.device_type:
         return None
-    return device if any(one.name == where.name for one in devices()) else None
+    compiled_here = str(where.toolchain) == str(installed_for(backend.compilers))
+    return device if compiled_here and any(one.name == where.name for one in devices()) else None

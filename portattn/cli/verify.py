@@ -10,6 +10,7 @@ import click
 from portattn.cli import RED, require_some
 from portattn.cli.output import emit_json, json_option, plural, table, target_option, toolchain_option
 from portattn.schema.plan import kernel_text
+from portattn.schema.problem_limits import OPS
 from portattn.tools import param_types
 from portattn.tools.param_types import FLAG, LONGEST, FiniteRange, options
 from portattn.tools.problem_options import target_from
@@ -50,8 +51,7 @@ def verify(
     from portattn.tools.verify import UNVERIFIED
     from portattn.tools.verify import verify as rows_of
 
-    for op in ops:
-        param_types.check_op("verify", op)
+    param_types.check_known("verify", "OP", ops, OPS)
     where = target_from(target, toolchain)
     with Console(stderr=True).status("verifying") as status:
         rows = list(rows_of(ops, where, current(), seconds, lambda what: status.update(what), emulate, run_ptx_compat))

@@ -13,6 +13,7 @@ from click.shell_completion import CompletionItem
 
 from portattn.errors import ArgumentError, PortattnError
 from portattn.schema.problem_limits import DTYPES, OPS
+from portattn.schema.quirk import Symptom
 
 F = TypeVar("F", bound=Callable[..., Any])
 Values = Iterable[tuple[str, str]]  # value and its meaning
@@ -55,16 +56,16 @@ class CompletionType(click.ParamType):
                 known = [(value, text) for value, text in self._values() if value.lower().startswith(begun.lower())]
         except (PortattnError, OSError):  # a broken data file is the command's to tell, not the prompt's
             return []
-        return [
-            CompletionItem(f"{before}{comma}{sign}{value}", help=text or None)
-            for sign in signs
-            for value, text in known
-        ]
+        return [CompletionItem(f"{before}{comma}{sign}{value}", help=text or None)
+                for sign in signs for value, text in known]  # fmt: skip
 
 
-def check_op(command: str, op: str) -> None:
-    if op not in OPS:
-        raise ArgumentError(command, "OP", op, f"must be one of {', '.join(OPS)}")
+def check_known(command: str, option: str, values: Iterable[str | None], known: Iterable[str]) -> None:
+    """Raise ArgumentError for the first value that is not known; None is no value."""
+    every = tuple(known)
+    for value in values:
+        if value is not None and value not in every:
+            raise ArgumentError(command, option, value, f"must be one of {', '.join(every)}")
 
 
 def words(found: Callable[[], Iterable[str]]) -> Callable[[], Values]:
@@ -76,11 +77,8 @@ def _targets() -> Values:
     from portattn.planning.target_names import families
 
     known = Registry.load().arches
-    arches = [
-        (f"{backend}:{name}", arch.title + ("; not supported" if arch.refused else ""))
-        for backend, own in known.items()
-        for name, arch in own.items()
-    ]
+    arches = [(f"{backend}:{name}", arch.title + "; not supported" * bool(arch.refused))
+              for backend, own in known.items() for name, arch in own.items()]  # fmt: skip
     return [*arches, *((family, ", ".join(map(":".join, found))) for family, found in families(known).items())]
 
 
@@ -94,12 +92,6 @@ def _quirks() -> Values:
     from portattn.planning.registry import Registry
 
     return [(quirk.id, quirk.title) for quirk in Registry.load().quirks.values()]
-
-
-def _symptoms() -> Iterable[str]:
-    from portattn.schema.quirk import Symptom
-
-    return get_args(Symptom)
 
 
 def _paths() -> Values:
@@ -136,7 +128,7 @@ BACKEND = CompletionType("backend", words(_backends))
 PLANNED_PATH = CompletionType("path", _paths)
 QUIRK = CompletionType("quirk", _quirks)
 OVERRIDES = CompletionType("overrides", _quirks, signs="+-", listed=True)
-SYMPTOM = CompletionType("symptom", words(_symptoms))
+SYMPTOM = CompletionType("symptom", words(lambda: get_args(Symptom)))
 KIND = CompletionType("kind", words(lambda: ("workaround", "limit")))
 TOOLCHAIN = CompletionType("toolchain", _toolchains)
 FAIL_ON = CompletionType("words", words(_fail_on), listed=True)

@@ -99,8 +99,8 @@ def test_two_owners_and_hidden_installs_are_warned_about(monkeypatch, tmp_path):
         folder.mkdir(parents=True)
         (folder / "__init__.py").write_text("")
     named = toolchain.Toolchain(distribution="triton-ascend", version="3.2.0", path=str(used))
-    monkeypatch.setattr(toolchain, "installed_toolchain", lambda: named)
-    monkeypatch.setattr(toolchain, "owners", lambda folder: [("triton", "3.6.0"), ("triton-ascend", "3.2.0")])
+    monkeypatch.setattr(doctor, "installed_toolchain", lambda: named)
+    monkeypatch.setattr(doctor, "owners", lambda folder: [("triton", "3.6.0"), ("triton-ascend", "3.2.0")])
     monkeypatch.setattr(sys, "path", [str(used.parent), str(hidden.parent)])
     section = doctor.toolchain()
     assert "2 distributions claim triton/" in section.warnings[0]

@@ -28,6 +28,7 @@ from portattn.tools.bench.cases import SETS, STORED_OPS, Case
 from portattn.tools.bench.contenders import arguments
 from portattn.tools.bench.gate import as_call
 from portattn.tools.bench.tensors import Tensors
+from portattn.tools.param_types import check_known
 from portattn.tools.tune.tunable import Choice, Tunable
 
 WRITTEN = ("grad_q", "grad_k", "grad_v")
@@ -59,15 +60,11 @@ def call_of(case: Case, t: Tensors) -> Call:
     with torch.no_grad():
         out, lse = getattr(portattn, case.op)(*args, **options, return_lse=True)
     assert t.grad_out is not None
-    call.forward_out, call.grad_out = (_as_call_has_it(case, x) for x in (out, t.grad_out))
+    call.forward_out, call.grad_out = (x.transpose(0, 1)[None] if case.packed else x for x in (out, t.grad_out))
     call.forward_lse = (lse[None] if case.packed else lse).contiguous()
     for name, like in zip(WRITTEN, (call.q, call.k, call.v), strict=True):
         setattr(call, name, torch.empty_like(like))
     return call
-
-
-def _as_call_has_it(case: Case, x: torch.Tensor) -> torch.Tensor:
-    return x.transpose(0, 1)[None] if case.packed else x
 
 
 def workload(case: Case) -> Workload:
@@ -75,22 +72,16 @@ def workload(case: Case) -> Workload:
 
 
 def tunable_sets() -> list[str]:
-    return [name for name, cases in SETS.items() if any(map(_tuned, cases))]
-
-
-def _tuned(case: Case) -> bool:
-    """Return whether the case can be tuned: the core's gradients are deterministic in any case."""
-    return not case.deterministic
+    # The core's gradients are deterministic in any case.
+    return [name for name, cases in SETS.items() if not all(case.deterministic for case in cases)]
 
 
 def from_sets(names: tuple[str, ...], only: str | None) -> list[Case]:
     """Return named sets' cases whose names hold a text, not deterministic gradients. ArgumentError if unknown."""
     known = tunable_sets()
     wanted = known if "all" in names else list(dict.fromkeys(names))
-    for name in wanted:
-        if name not in known:
-            raise ArgumentError("tune", "--set", name, f"must be one of {', '.join([*known, 'all'])}")
-    cases = [case for name in wanted for case in SETS[name] if _tuned(case)]
+    check_known("tune", "--set", wanted, [*known, "all"])
+    cases = [case for name in wanted for case in SETS[name] if not case.deterministic]
     found = {case.name: case for case in cases if only is None or only in case.name}
     if names and not found:
         raise ArgumentError("tune", "--only", only, f"must match a case of {', '.join(wanted)}")
