@@ -6,8 +6,6 @@ TEXT: only rows whose source holds it; the others' rows are kept. Times, of an H
 results.json and core-3.6.0-*.jsonl, by today's plan, and the candidates of tuning/d*.txt, by their own settings. The
 code is today's, compiled with Triton 3.6.0. Cases with lengths of their own are left out: a bound counts full ones."""
 
-from __future__ import annotations
-
 import json
 import re
 import statistics

@@ -10,8 +10,6 @@ script also fails if a limit is higher than it was in an earlier commit. `make l
 layout, from which grimp reads the imports.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import collections

@@ -16,8 +16,6 @@ Exit status: 0 all that were asked for have passed or were skipped; 1 a test fai
 130 interrupted.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import hashlib

@@ -3,8 +3,6 @@
 Loaded by `-p chip_suite_plugin` in pytest's first process and in each of xdist's workers, before any conftest: a
 worker's GPU must be chosen before anything asks for a device."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -13,8 +13,6 @@ Exit status: 0 done; 1 bad arguments, or what `test` found; 3 the environment ca
 `test` gives pytest's own status, and 3 where there is no environment.
 """
 
-from __future__ import annotations
-
 import argparse
 import errno
 import hashlib

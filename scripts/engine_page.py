@@ -5,8 +5,6 @@
 The files are written by `pytest tests/engines/<engine> --engine-report docs/engines` in an environment of the engine.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import textwrap

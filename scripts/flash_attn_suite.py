@@ -16,8 +16,6 @@ same sample leaves out what passed.
 Exit status: 0 at least 99 % of the cases that ran have passed; 1 fewer; 2 nothing could be run; 130 interrupted.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import importlib.util

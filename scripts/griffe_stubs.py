@@ -1,7 +1,5 @@
 """A griffe extension for the API reference (mkdocs.yml): docstrings come from the modules, not from their stubs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -9,8 +9,6 @@ layout asks for: a variant is fetched alone. Variants are noarch: Triton compile
 beside its place and renamed: an interrupted run leaves none, and keeps an older one.
 """
 
-from __future__ import annotations
-
 import argparse
 import base64
 import hashlib

@@ -7,8 +7,6 @@ Both exit with 1 where a mutant survived, and with 2 where nothing can be said: 
 an entry of the data that is stale. docs/testing.md explains the routine.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import json

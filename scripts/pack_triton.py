@@ -11,8 +11,6 @@ generator, the profiler, plug-ins, disassemblers, and the ptxas of newer chips w
 (backends/cuda/ptxas.toml). With `--arch` only the ptxas of that chip stays. It takes minutes, and 2 GB of memory.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

@@ -2,8 +2,6 @@
 
 With `--verification` it prints the probes' results, quirks × toolchains. The site has both (scripts/site_pages.py)."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence

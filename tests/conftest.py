@@ -2,8 +2,6 @@
 Triton decides once a process whether kernels are compiled or interpreted, so the choice is made here, before anything
 imports it: compiled on an accelerator, interpreted (numpy on the CPU) without one."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import itertools

@@ -2,8 +2,6 @@
 
 # ruff: noqa: E402 - the driver comes before Triton
 
-from __future__ import annotations
-
 import functools
 import json
 import os

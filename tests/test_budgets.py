@@ -1,7 +1,5 @@
 """scripts/budgets.py: each measure counts a planted fault, and a limit can only be lowered."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

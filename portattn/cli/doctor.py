@@ -1,7 +1,5 @@
 """`portattn doctor`: installed and working parts, warnings, real calls; a part's failure becomes a line."""
 
-from __future__ import annotations
-
 import functools
 import os
 import platform

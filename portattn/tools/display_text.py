@@ -1,7 +1,5 @@
 """Text for people: a quirk's lines on pages, tables in Markdown, and legends of schedules and tiles (never in JSON)."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """Types of options and arguments: ranges of numbers, and values that the shell completes and the commands check."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable, Iterable

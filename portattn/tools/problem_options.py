@@ -1,7 +1,5 @@
 """From command-line options to a Problem and a Target; errors name the option, its value and the limit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, get_args
 

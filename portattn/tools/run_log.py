@@ -2,8 +2,6 @@
 
 Each line ends with a checksum, a last member `sum` that readers of the records do not see."""
 
-from __future__ import annotations
-
 import datetime
 import hashlib
 import os

@@ -2,8 +2,6 @@
 
 If only the interpreter is right, the compiler or the chip is wrong; if all are wrong, the kernel is."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence

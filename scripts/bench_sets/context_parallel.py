@@ -1,7 +1,5 @@
 """The set `context-parallel`: attention over several GPUs of one host, in processes of their own, one a rank."""
 
-from __future__ import annotations
-
 import datetime
 import functools
 import json

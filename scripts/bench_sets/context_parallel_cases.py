@@ -3,8 +3,6 @@
 Calls and judgement are those of tests/distributed/, at sizes that a GPU's kernels take. Memory that no call may read is
 NaN: rows behind the last document, rows of a cache past its lengths."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """More parts of the set context-parallel in each rank: decoding, a timeline, a Llama, a killed rank."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

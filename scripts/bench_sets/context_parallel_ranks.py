@@ -3,8 +3,6 @@
 Each part takes a Run and returns its results. One GPU's times are measured by all ranks at once, each with the whole
 problem; several GPUs are compared with their mean."""
 
-from __future__ import annotations
-
 import functools
 import json
 import statistics

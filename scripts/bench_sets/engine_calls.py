@@ -1,7 +1,5 @@
 """Engines' adapters and masks, each beside what runs there without portattn: flash_attn, diffusers, FlexAttention."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -4,8 +4,6 @@ The adapter's classes derive from vLLM's Python classes, which must be importabl
 layer and a configuration are stand-ins. FlashAttention-3 is called as vLLM's FLASH_ATTN backend calls it (flash_attn.py
 of 0.33: schedule made by the builder, result written into the output); `vllm triton` is TRITON_ATTN's kernel."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The set `engines`: portattn's adapters on one GPU, each beside what its engine runs there."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import engine_calls

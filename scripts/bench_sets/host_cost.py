@@ -2,8 +2,6 @@
 
 Each call is timed alone until it returns; the device's queue is emptied every few calls, outside of the times."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

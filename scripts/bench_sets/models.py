@@ -3,8 +3,6 @@
 Both implementations run one model in turns, each round in the other order. `ms` is the median of the rounds that
 count, `least_ms` the least of them, `of_peer` the median of sdpa's time over portattn's of the same round."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Sets of single operators beside a peer: float8 attention, writes into a paged cache, sparse latent attention."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -3,8 +3,6 @@
 Each rank has a row for what it computes and one for what it sends, on one axis of time. The timeline has two equal
 steps, and the second one is drawn. The SVG has no script and no font of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

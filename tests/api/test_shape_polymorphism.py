@@ -1,7 +1,5 @@
 """Classes of sizes: what Triton compiles a kernel for, a kernel's constants, and the plan of other sizes."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from array import array

@@ -1,8 +1,6 @@
 """Run by test_devices.py: public calls on the second of two devices that are not CUDA's, of the type and the package
 that the command line names. Prints as JSON each case's finding ("right", or the error), path and fall-backs."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import json

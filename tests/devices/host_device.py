@@ -1,7 +1,5 @@
 """Two devices in host memory under any name: `install("npu")`, once a process; host_device.cpp is built if needed."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import hashlib

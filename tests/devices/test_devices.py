@@ -1,8 +1,6 @@
 """Public calls on devices in host memory that are not CUDA's: an NPU with a torch_npu of the wheel's schemas, and the
 chip of the documented example backend. What a device needs of portattn outside backends/ shows here."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

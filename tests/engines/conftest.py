@@ -8,8 +8,6 @@ whole folder alone, never for tests that -k or a node's name selects.
 An engine's own conftest.py imports the engine inside fixtures: pytest loads it before the folder can be skipped.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ feature that all its tests show works. One that must be refused is marked `refus
 `refusal`, which expects the error and keeps its text as the reason.
 """
 
-from __future__ import annotations
-
 import datetime
 import importlib.metadata as metadata
 import importlib.util

@@ -1,7 +1,5 @@
 """Without SGLang and vLLM: the plug-ins' modules can be imported, and say what is missing. With them: tests/engines."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import importlib.util

@@ -1,7 +1,5 @@
 """block_sparse_attention: each query row over the blocks of keys that it lists, and the gradients."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """decode_split and combine against the float64 oracle, and combine alone on partial results that no kernel made."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

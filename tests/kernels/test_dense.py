@@ -1,7 +1,5 @@
 """dense_forward against the float64 oracle: features, shapes and memory layouts, and what it drops; block masks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

@@ -1,7 +1,5 @@
 """indexer_logits and topk_indices: the kernels and the reference against the definition in float64, and calls."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What every compiler has to parse: kernels' sources."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

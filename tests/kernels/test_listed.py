@@ -1,7 +1,5 @@
 """mla_attention over lists of slots: each query's keys, with holes, lengths and repeated slots, for all heads."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Every Lowering value means the same numbers: each alone, every way to load a tile, and random combinations of all."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import zlib

@@ -1,8 +1,6 @@
 """A backend with a compiler of its own, installed as another package and driven by the command line as a user would, by
 `portattn ci` and by the pytest plug-in."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

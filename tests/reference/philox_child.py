@@ -4,8 +4,6 @@
 
 COUNTERS.pt holds a seed (1,) int64 and counter words (4, n) int32; OUT.pt then holds the words (4, n) int64."""
 
-from __future__ import annotations
-
 import sys
 
 import torch

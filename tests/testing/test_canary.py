@@ -1,7 +1,5 @@
 """Canaries: what each answer of a run means, what is kept of it, and a wrong kernel that ends in another path."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Compare releases by rows of one run, whose rounds they share: the fastest of each case, and the others' distance."""
 
-from __future__ import annotations
-
 import re
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

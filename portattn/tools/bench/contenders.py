@@ -2,8 +2,6 @@
 
 Of a backward `torch.autograd.grad(out, (q, k, v), grad_out, retain_graph=True)` alone is timed, also of peers."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext

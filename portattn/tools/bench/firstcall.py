@@ -2,8 +2,6 @@
 
 `python -m portattn.tools.bench.firstcall CASE [warm]` prints {"first_s", "second_s", "path", "warmup_s"} as JSON."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import os

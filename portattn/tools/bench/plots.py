@@ -1,7 +1,5 @@
 """Figures of a result: rates against lengths, a panel a head dim, a line a library; and releases beside each other."""
 
-from __future__ import annotations
-
 import functools
 import io
 from collections.abc import Callable, Iterable, Sequence

@@ -2,8 +2,6 @@
 
 The project's goals (goals.toml), and a result's verdicts on them; no exit status depends on a verdict."""
 
-from __future__ import annotations
-
 import csv
 import io
 import math

@@ -2,8 +2,6 @@
 
 rows.jsonl: a run, then rows and first calls; bench.json adds summaries and verdicts (docs/performance/README.md)."""
 
-from __future__ import annotations
-
 import datetime
 import math
 import platform

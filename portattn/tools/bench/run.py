@@ -1,7 +1,5 @@
 """Run cells: gate, then time, then write one row a cell."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math

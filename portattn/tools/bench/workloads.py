@@ -1,7 +1,5 @@
 """Sets of calls that are no `Case`, such as an engine's step: functions in scripts/bench_sets/ that yield rows."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence

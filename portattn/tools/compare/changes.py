@@ -1,7 +1,5 @@
 """Compare two runs of the matrix; a change's cause is a quirk that joined or left the plan, or the runs differ."""
 
-from __future__ import annotations
-
 import fnmatch
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence

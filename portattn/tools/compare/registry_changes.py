@@ -2,8 +2,6 @@
 
 Figures of one compiler say nothing of another; a quirk never probed on it is unverified, a guess on the safe side."""
 
-from __future__ import annotations
-
 import datetime
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence

@@ -2,8 +2,6 @@
 
 Limits (1 MiB a step, 10 annotations of a kind): "Workflow commands for GitHub Actions"."""
 
-from __future__ import annotations
-
 import datetime
 import html
 import re

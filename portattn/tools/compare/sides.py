@@ -1,7 +1,5 @@
 """Both sides of a comparison: compilers on targets with their plans, runs made or read, and the cells that count."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import fnmatch

@@ -1,7 +1,5 @@
 """Judge a run by its cells, its expected failures (TOML) and its losses since another run; also as JUnit XML."""
 
-from __future__ import annotations
-
 import datetime
 import fnmatch
 import re

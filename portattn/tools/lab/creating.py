@@ -3,8 +3,6 @@
 pip installs the compiler alone (never torch) from outside; parts that only profile or link statically are removed.
 Programs are told line by line and ended on interrupt; workers run under the environments' Pythons."""
 
-from __future__ import annotations
-
 import contextlib
 import contextvars
 import datetime

@@ -1,7 +1,5 @@
 """The lab's environments: each is one folder with a marker file, which is written last."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import importlib

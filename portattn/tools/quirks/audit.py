@@ -3,8 +3,6 @@
 Red: faults of files, ids, dates and conditions, conflicts, entries against their probes, claims without evidence.
 Warning: an entry that takes the core from a whole backend without an end."""
 
-from __future__ import annotations
-
 import datetime
 import difflib
 import fnmatch

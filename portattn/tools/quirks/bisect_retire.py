@@ -2,8 +2,6 @@
 
 Two binary searches find both ends; if a result breaks that rule, every compiler is tested. Recorded failures stay."""
 
-from __future__ import annotations
-
 import datetime
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path

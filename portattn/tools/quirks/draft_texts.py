@@ -2,8 +2,6 @@
 
 Unknown facts are lines that the loader refuses until they are filled in."""
 
-from __future__ import annotations
-
 import json
 import pprint
 import re

@@ -2,8 +2,6 @@
 
 A known failure is not drafted: its words, kernel, stage, chip and version agree, as many bugs are worded alike."""
 
-from __future__ import annotations
-
 import contextlib
 import fnmatch
 import functools

@@ -1,7 +1,5 @@
 """Examples of a quirk: points on which it applies or just does not, from values at and next to its conditions."""
 
-from __future__ import annotations
-
 import datetime
 import fnmatch
 import functools

@@ -2,8 +2,6 @@
 
 Both are other people's: `permitted_env` and `permitted_signature` drop values that would import, read or execute."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import re

@@ -2,8 +2,6 @@
 
 An arm of a probe program runs in a worker, which need not have portattn installed."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import os

@@ -3,8 +3,6 @@
 "plan: attention --target rocm:gfx950 --q 2,8,1024,128 --kv 2,8,1024,128 --dtype bf16 --start num_stages=4" states the
 problem as `portattn plan` does; `--start NAME=VALUE` replaces the arch's tuning as the start of the plan."""
 
-from __future__ import annotations
-
 import fnmatch
 import shlex
 from collections.abc import Iterable

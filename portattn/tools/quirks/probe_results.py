@@ -1,7 +1,5 @@
 """Outcomes of a probe's arms, the verdict of three arms on a quirk, and its change of the quirk's file."""
 
-from __future__ import annotations
-
 import datetime
 import re
 from collections.abc import Callable, Iterable

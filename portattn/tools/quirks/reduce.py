@@ -2,8 +2,6 @@
 
 Delta debugging over a list of simplifications, until a round changes nothing; every try compiles in a child."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Classes: problems of one kernel that meet the same conditions share one entry of a tuning file."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable, Mapping
 from pathlib import Path

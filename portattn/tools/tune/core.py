@@ -2,8 +2,6 @@
 
 axes.toml has the axes of each kernel: fields of Launch, compiler options, choices of Lowering, or `occupancy`."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import functools

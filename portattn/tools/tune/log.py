@@ -2,8 +2,6 @@
 
 Only whole lines are written, so that an interrupted run can go on."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable, Sequence
 from pathlib import Path

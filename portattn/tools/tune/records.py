@@ -1,7 +1,5 @@
 """Records of a run, a line of JSON each, and the entry merged into a tuning file, which keeps its comments."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import secrets

@@ -1,7 +1,5 @@
 """A whole run: propose and compile every class, then check and time class by class if the chip is here."""
 
-from __future__ import annotations
-
 import multiprocessing
 import signal
 import time

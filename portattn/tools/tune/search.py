@@ -1,7 +1,5 @@
 """Search one class: choose candidates, then drop them by compiling, checking (the benchmarks' gate) and timing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType

@@ -1,7 +1,5 @@
 """Calls of dispatch_attention_fn, and what is right: attention by its definition in float64, in diffusers' layout."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,8 +1,6 @@
 """One of the processes of test_diffusers_parallel.py. Arguments: its rank, how many there are, a file where they meet,
 the path that calls take ("auto": by the setting), and cases by name. Prints each case's result."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """diffusers' context parallelism by portattn, in two and four processes with gloo: parallel_child.py."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """portattn's name in diffusers' closed registry: every way to choose it, and nothing left once it is removed."""
 
-from __future__ import annotations
-
 import copy
 import doctest
 import inspect

@@ -1,7 +1,5 @@
 """Models of diffusers with few and random weights, and inputs for them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

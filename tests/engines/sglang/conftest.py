@@ -1,7 +1,5 @@
 """SGLang on a CPU: the stub of torchvision, and the process-wide configuration that its classes read."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 Requests have all their keys and values from the start. A batch's prefixes lie in the pool before the layer runs, its
 new tokens go through the layer. Every slot that nothing was written to holds NaN."""
 
-from __future__ import annotations
-
 import types
 from collections.abc import Sequence
 from typing import Any

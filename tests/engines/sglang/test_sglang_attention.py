@@ -1,7 +1,5 @@
 """Extend, decode and mixed batches through SGLang's RadixAttention and its own pools, against float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from served import Served, forward

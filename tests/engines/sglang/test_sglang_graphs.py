@@ -2,8 +2,6 @@
 cannot be captured on a CPU. What a replay reads is shown instead: after a replay's metadata is made, the layer runs
 with the metadata object of the capture, whose tensors must be the same memory and hold the new batch."""
 
-from __future__ import annotations
-
 import dataclasses
 import types
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Multi-head latent attention over SGLang's MLATokenToKVPool, against float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from served import RANK, ROPE, Served, forward, random_tree

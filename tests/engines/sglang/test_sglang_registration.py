@@ -1,7 +1,5 @@
 """How SGLang finds the backend, and what it refuses when SGLang asks for it."""
 
-from __future__ import annotations
-
 import types
 from typing import Any
 

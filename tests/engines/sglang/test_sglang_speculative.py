@@ -1,7 +1,5 @@
 """Verification of drafted trees, and the extend of a draft, eagerly: against float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from served import Served, random_tree, verify_input

@@ -1,7 +1,5 @@
 """After an engine's start no batch compiles a kernel: random layers and batches, with the plans of an H100."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

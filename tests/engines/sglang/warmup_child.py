@@ -3,8 +3,6 @@ their warm-up, and then random batches. Prints as JSON the calls planned, and th
 
 # ruff: noqa: E402 - the driver comes before Triton
 
-from __future__ import annotations
-
 import random
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Libraries in the place of CANN's, so that torch_npu loads on a machine without CANN: x86-64, gcc and binutils."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

@@ -3,8 +3,6 @@ its meta functions the shapes. Its libraries load over stand-ins for CANN's (sta
 beneath its operators are those of tests/backends/ascend/vendor_kernels.py. So what is tested is the vendor's code
 between a call and a kernel."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

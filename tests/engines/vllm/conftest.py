@@ -1,7 +1,5 @@
 """vLLM uses Triton only where there is one GPU, or none may be seen: then its kernels can be interpreted."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 

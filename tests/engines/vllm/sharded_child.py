@@ -2,8 +2,6 @@
 cases by name. Prints each case's result. Ranks are vLLM's own group of decode context parallelism, over gloo. Each
 has its query heads and one key head, the same as the others', and the cache's slots that vLLM's rule gives it."""
 
-from __future__ import annotations
-
 import sys
 import traceback
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """vLLM's Attention layer, custom ops, builders and cache layouts drive portattn; results against float64."""
 
-from __future__ import annotations
-
 import importlib
 import math
 from typing import Any

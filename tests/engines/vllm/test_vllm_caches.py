@@ -1,7 +1,5 @@
 """Quantised caches in vLLM's formats: what is stored, and attention over it against float64 of what is stored."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

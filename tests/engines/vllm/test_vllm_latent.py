@@ -1,7 +1,5 @@
 """vLLM's MLA layer over the latent cache: its own prefill on the CPU, decoding by portattn, against float64."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Prefix-LM: ranges of multimodal tokens, as vLLM's metadata have them, against float64 and vLLM's own TRITON_ATTN."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any

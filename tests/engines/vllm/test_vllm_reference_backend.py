@@ -1,8 +1,6 @@
 """The same batches through vLLM's own TRITON_ATTN, whose kernels run under Triton's interpreter here. In float16 and
 float32: interpreted products of bfloat16 are wrong there."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

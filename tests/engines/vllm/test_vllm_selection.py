@@ -1,7 +1,5 @@
 """Names and refusals: vLLM's plug-in loader, its enum of backends, and what is answered when it asks."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import logging

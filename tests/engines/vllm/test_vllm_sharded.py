@@ -1,7 +1,5 @@
 """Decode context parallelism over full heads: two processes, vLLM's own group and collectives over gloo."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """vLLM's sparse MLA layer over given lists, and its DSA decoder layer with portattn's indexer, against float64."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

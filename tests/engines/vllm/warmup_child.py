@@ -3,8 +3,6 @@ warm-up, and then random batches. Prints as JSON the calls that were planned, an
 
 # ruff: noqa: E402 - the driver comes before Triton
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

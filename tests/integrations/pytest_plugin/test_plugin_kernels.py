@@ -1,7 +1,5 @@
 """A team's own kernels, compiled per target and toolchain: the fixture `portattn_target`, and what it compiles with."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import subprocess

@@ -5,8 +5,6 @@ varlen_attn (FlashAttention-2, packed and paged), and tokens gathered by indexin
 FlashMLA, and `fa3`, upstream's torch.ops.flash_attn_3 or vllm's torch.ops._vllm_fa3_C (lengths and pages only). They
 align causal masks bottom-right and take (B, S, H, D) or packed (T, H, D), any strides but along D, to head_dim 256."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib.util

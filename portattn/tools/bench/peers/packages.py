@@ -2,8 +2,6 @@
 
 FlashInfer 0.6 (docs.flashinfer.ai): planning is not timed, causal masks are bottom-right, windows left-sided."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import importlib

@@ -2,8 +2,6 @@
 
 FAKE_NPU_CHIP is the chip's name; FAKE_NPU_FAULT is ERROR or ERROR:INDEX, raised where a device's name is asked."""
 
-from __future__ import annotations
-
 import builtins
 import os
 from typing import Any
