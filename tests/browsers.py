@@ -14,7 +14,6 @@ OPTIONS = (
 
 
 def missing() -> str:
-    """Why there is no browser here; empty where there is one."""
     try:
         import selenium  # noqa: F401
     except ImportError:
@@ -26,7 +25,6 @@ def missing() -> str:
 
 @contextlib.contextmanager
 def browser(folder: Path) -> Iterator[Any]:
-    """A browser whose profile is in an empty folder."""
     from selenium import webdriver
     from selenium.webdriver.chrome.service import Service
 

@@ -255,7 +255,6 @@ def gradients() -> None:
 
 
 def twins() -> None:
-    """One tensor as k and as v, then two, and the other way round."""
     given, other = attention(), attention()
     same = given | {"v": given["k"]}
     keep("attention", same)

@@ -36,7 +36,6 @@ untested_queries = ["e4m3", "int8"]
 
 
 def plant(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The runs of PARTS are all that is known, of every backend."""
     (folder / "verified.toml").write_text(PARTS, encoding="utf-8")
     found = load_verified(folder)
     monkeypatch.setattr(core_path, "_seen", lambda backend: found)

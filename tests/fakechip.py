@@ -95,7 +95,6 @@ class Chip:
         compile_kernel = triton_compat.compiled_kernel
 
         def described(*given: Any) -> Any:
-            """A compiled kernel whose parameters the library knows."""
             found = compile_kernel(*given)
             fake.describe(found.function, triton_compat.ptx_sizes(found.asm["ptx"]))
             return found

@@ -45,7 +45,6 @@ def build(folder: Path, include: Path) -> None:
 
 
 def keep_everywhere() -> None:
-    """Let calls of CPU tensors be cached, as an accelerator's are."""
     from portattn.api.request import Request
 
     Request._on_accelerator = lambda self: True  # type: ignore[method-assign]
@@ -107,7 +106,6 @@ class Fake:
         self._sizes: dict[int, int] = {}
 
     def describe(self, function: int, sizes: list[int]) -> None:
-        """Say how many bytes each parameter of a function has."""
         self._sizes[function] = sum(sizes)
         self.library.fake_describe(ctypes.c_long(function), len(sizes), (ctypes.c_size_t * len(sizes))(*sizes))
 

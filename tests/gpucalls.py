@@ -101,7 +101,6 @@ def perform(name: str, arguments: dict[str, Any], **changes: Any) -> Pieces:
 
 
 def prepared(name: str, arguments: dict[str, Any], **changes: Any) -> Callable[[], Pieces]:
-    """A run into memory that is there before."""
     arguments = arguments | changes
     handle = portattn.prepare(operation(name), **arguments)
     out, lse = (torch.full_like(t, float("nan")) for t in perform(name, arguments))

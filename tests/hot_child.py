@@ -59,7 +59,6 @@ def calls(name: str, path: str) -> tuple[Any, dict[str, Any]]:
 
 
 def kind_of(op: str) -> cache.CallKey:
-    """The kind of the latest call of an operation that was cached."""
     return [kind for kind in cache.every_kind() if kind.op == op][-1]
 
 

@@ -155,7 +155,6 @@ def same_as_alone(op: str, arguments: dict[str, Any]) -> tuple[bool, str]:
 
 
 def _first_difference(one: Any, other: Any) -> str:
-    """Where two nested values differ first."""
     if type(one) is type(other) and isinstance(one, (list, tuple)) and len(one) == len(other):
         place = next(i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)
         return f"[{place}]{_first_difference(one[place], other[place])}"
@@ -172,7 +171,6 @@ cache.CallKey.match = lambda self, *given: matched.append(self.op) or match(self
 
 
 def by_python(op: str, arguments: dict[str, Any]) -> bool:
-    """Whether a cached call's launches by Python are those by C."""
     matched.clear()
     by_c = chip.once(op, arguments)
     missed.extend(matched)

@@ -186,7 +186,6 @@ def changed(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def one_sequence(arguments: dict[str, Any], b: int) -> dict[str, Any]:
-    """The arguments of sequence b alone, over the same caches."""
     found = dict(arguments)
     of_sequences = ["page_table", "seqlens_k", "leftpad_k", "indices", "counts", "log_weights"]
     of_rows = ["q", "q_nope", "q_rope"]

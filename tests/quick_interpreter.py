@@ -54,7 +54,6 @@ def _remember_numpy_types(interpreter: Any) -> None:
 
 
 def _type_tuples_late(core: Any) -> None:
-    """A tuple's type is made when somebody asks for it."""
     begin = core.tuple.__init__
 
     def init(self: Any, args: Any, type: Any = None) -> None:

@@ -100,7 +100,6 @@ def candidates(call: Call, slot: Slot, b: int, h: int) -> list[tuple[int, int]]:
 
 
 def stored(call: Call, slot: Slot, b: int, h: int, j: int) -> tuple[int, int, int]:
-    """Index of the key at position j."""
     head = h // call.problem.group
     if call.page_table is not None:
         page = call.problem.page_size

@@ -52,7 +52,6 @@ def test_an_example_runs(name: str) -> None:
 
 
 def test_the_arguments_of_other_libraries_are_ours() -> None:
-    """Every argument of ours that docs/coming-from.md names is one."""
     page = (EXAMPLES.parent / "docs" / "coming-from.md").read_text(encoding="utf-8")
     rows = [line.split("|")[2] for line in page.splitlines() if line.startswith("|") and "---" not in line]
     given = {name for row in rows for name in re.findall(r"`(\w+)(?:=|`)", row)}

@@ -225,7 +225,6 @@ def test_bytes_are_compared() -> None:
 
 
 def test_every_kind_has_shapes_that_run() -> None:
-    """On the CPU by the reference: the arguments are good ones."""
     pool, r = Pool("cpu", large=False), random.Random(1)
     for kind in KINDS:
         ran = 0

@@ -320,7 +320,6 @@ def test_in_an_archive_it_says_that_it_must_be_unpacked(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("own", [None, {}, {"PYTHONPATH": "/nowhere"}], ids=["inherited", "empty", "replaced"])
 def test_children_of_tests_import_the_tree_of_the_tests(tmp_path: Path, own: dict[str, str] | None) -> None:
-    """Wherever they start, and with whatever environment."""
     code = (
         "import portattn as p, portattn.backends as b, portattn.quirks as q\n"
         "print(p.__file__, b.__file__, q.__file__, sep='\\n')"

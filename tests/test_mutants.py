@@ -182,7 +182,6 @@ def lines(*tests: tuple[str, str, float, str]) -> list[dict[str, object]]:
 
 
 def test_times_make_the_list() -> None:
-    """A shared fixture's set-up is divided among its tests."""
     seconds = tiers.seconds_of(
         lines(
             ("tests/a.py::one", "setup", 2.0, "tests/a.py model=None"),

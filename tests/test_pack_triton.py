@@ -46,7 +46,6 @@ LEFT_OUT = {
 
 @pytest.fixture
 def wheel(tmp_path: Path, script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """In the place of the one that pip fetches."""
     made = tmp_path / "triton-3.8.0-cp312-cp312-linux.whl"
     library = next(LIBRARY.glob("_core*.so"))
     with zipfile.ZipFile(made, "w") as packed:
@@ -167,7 +166,6 @@ def test_an_interrupt_while_it_compresses_leaves_nothing(script, wheel, monkeypa
 
 
 def test_a_full_disk_is_said(script: ModuleType, wheel: Path, monkeypatch: Any, tmp_path: Path, capsys: Any) -> None:
-    """xz writes to a device that takes nothing."""
     monkeypatch.setattr(
         script, "_archive", lambda tree, part, archive=script._archive: archive(tree, Path("/dev/full"))
     )

@@ -21,7 +21,6 @@ INTS = torch.zeros(1, dtype=torch.int32)
 
 
 def tables_of_the_page() -> Iterator[tuple[str, tuple[str, str], list[tuple[str, str]]]]:
-    """Heading, column heads and rows of each table."""
     heading, rows = "", []
     for line in [*PAGE.read_text(encoding="utf-8").splitlines(), ""]:
         if line.startswith("## "):

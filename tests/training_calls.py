@@ -19,7 +19,6 @@ def qkv(heads_k: int = 2, dtype: torch.dtype = torch.float32) -> list[torch.Tens
 
 
 def gradients(call: Callable[[str], Any], inputs: list[torch.Tensor], backend: str) -> list[torch.Tensor]:
-    """Of a fixed random combination of the results."""
     results = call(backend)
     results = results if isinstance(results, tuple) else (results,)
     generator = torch.Generator().manual_seed(3)

@@ -56,7 +56,6 @@ SPECS: dict[str, dict[str, Any]] = {
 
 
 def calls(spec: dict[str, Any]) -> Any:
-    """Every call that a spec stands for."""
     read = Spec(0, spec)
     for point in read.points.tolist():
         yield read.arguments(CPU, read.at(point))
@@ -91,7 +90,6 @@ def mixed_up(made: Any, *rest: Any) -> float:
 
 
 def ends() -> dict[str, Any]:
-    """Where a range is not looked at to its end."""
     cache.forget()
     warmup.MAX_CLASSES = 2  # type: ignore[misc]
     many = portattn.warmup([SPECS["decode"]], device="cpu").specs

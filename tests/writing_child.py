@@ -37,7 +37,6 @@ def arguments(op: str, tokens: int) -> dict[str, Any]:
 
 
 def launched(call: Any) -> tuple[list[Any], int]:
-    """What a call launches, and how many bytes it allocates."""
     fake.library.fake_clear()
     chip.allocated.clear()
     call()

@@ -226,7 +226,6 @@ def test_plans() -> None:
 
 
 def test_a_call_without_lists_attends_all() -> None:
-    """An empty list is no list: its rows attend nothing."""
     q, k, v = tensors()
     none = torch.zeros(1, 1, 3, dtype=torch.int32)
     blocks = portattn.BlockMask(none, torch.zeros(1, 1, 3, 0, dtype=torch.int32), block_size=SIZE)

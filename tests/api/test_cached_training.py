@@ -194,7 +194,6 @@ def test_transforms_and_compiled_calls_keep_their_graph_beside_a_cached_call():
 
 @pytest.mark.parametrize("backend", ["auto", KERNELS])
 def test_a_forward_that_a_backward_pass_computes_anew_is_no_cached_call(backend):
-    """It runs by another path than the one that the call names."""
     inputs = leaves()
     for _ in range(2):
         backward.by_torch(request.request_from("attention", *arguments_as_parts("attention")(*inputs, backend=backend)))

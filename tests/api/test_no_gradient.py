@@ -117,7 +117,6 @@ def test_inference_with_weights_that_require_gradients(name: str, mode: str, dev
 @pytest.mark.parametrize("by", ["argument", "setting"])
 @pytest.mark.parametrize("name", INSTEAD)
 def test_the_reference_path_is_differentiable_for_who_names_it(name: str, by: str, device: Device) -> None:
-    """Gradients against finite differences in one direction."""
     op, arguments = a_call(name, device)
     leaf = next(n for n in arguments if n in ("q", "q_nope"))
     settings = portattn.settings(backend="reference") if by == "setting" else contextlib.nullcontext()

@@ -16,7 +16,6 @@ PATHS = ["reference", "core"]
 
 @pytest.fixture(params=PATHS)
 def way(request: pytest.FixtureRequest, device: Device, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Keyword arguments of either path, with small tiles."""
     use_small_tiles(monkeypatch)
     return paths(device)[request.param]
 

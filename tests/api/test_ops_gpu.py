@@ -351,7 +351,6 @@ def test_lists_change_in_a_graph() -> None:
 
 
 def trees(batch: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Parents of random trees, and what each token sees of its tree."""
     parents = torch.tensor([[-1] + [int(torch.randint(i, ())) for i in range(1, count)] for _ in range(batch)])
     seen = torch.eye(count, dtype=torch.bool).repeat(batch, 1, 1)
     for b in range(batch):

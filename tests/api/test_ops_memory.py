@@ -159,7 +159,6 @@ def test_an_end_beyond_the_rows_is_the_last_row(device: Device, path: str, name:
 
 @pytest.mark.parametrize("path", ["reference", "core"])
 def test_wild_lengths_are_clamped(device: Device, path: str) -> None:
-    """Too long is as long as can be, and below nothing is nothing."""
     way = paths(device)[path] | {"validate": False}
     for name in ("attention", "decode", "paged", "ragged", "sparse", "sparse paged", "mla", "mla ragged"):
         call = random_call(problem(name), seed=3, device=device.name)

@@ -87,7 +87,6 @@ def test_a_graph_gives_the_eager_result(recorder: str, name: str, kind: str, sca
 
 @pytest.mark.parametrize(("name", "kind", "scales"), [case for case in CASES if case[0] in ("attention", "decode")])
 def test_vmap(name: str, kind: str, scales: str) -> None:
-    """Two scales of each kind: one mapped, those that all share."""
     whole = {"seqlens_k": False} | ({"seqlens_q": False} if name == "attention" else {})
     calls = [call_of(name, kind, scales, **whole, return_lse=False) for _ in range(2)]
     op, both = calls[0].problem.op, [{"seqlens_k": None} | given(call) for call in calls]

@@ -202,7 +202,6 @@ def test_corrected_names_a_wrong_lse():
 
 @pytest.mark.parametrize("method", ["e4m3", "sage"])
 def test_the_layout_is_an_argument(method):
-    """As many heads as rows: no shape tells the layouts apart."""
     q, k, v = torch.randn(3, 2, 6, 6, 16, generator=torch.Generator().manual_seed(0)).half().unbind()
     made = portattn.quantize(q, k, v, method, layout="bshd")
     expected = portattn.attention(q, k, v, layout="bshd")

@@ -197,7 +197,6 @@ def test_second_derivatives_of_an_eager_call_are_right(device: Device) -> None:
 
 @pytest.mark.parametrize("size", [3, 0])
 def test_vmap_of_calls_with_arguments_that_are_lists(size: int, device: Device) -> None:
-    """A window is a list of an operator: no axis of it is mapped."""
     q, sinks = torch.randn(3, 1, 2, 6, 16, device=device.name)[:size], torch.randn(3, 2, device=device.name)[:size]
 
     def call(q: torch.Tensor, sinks: torch.Tensor) -> Any:

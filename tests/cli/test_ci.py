@@ -19,7 +19,6 @@ BOTH = ("--targets", "cuda:sm_90,rocm:gfx942")
 
 @pytest.fixture(autouse=True)
 def _no_runner(monkeypatch):
-    """The tests themselves may run on one."""
     for name in (report.ACTIONS, report.SUMMARY):
         monkeypatch.delenv(name, raising=False)
 

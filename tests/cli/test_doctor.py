@@ -17,7 +17,6 @@ from portattn.worker.client import Reply
 
 @pytest.fixture
 def quick_calls(monkeypatch):
-    """No child processes: both calls are answered here."""
     check = doctor.Check(name="planted call", outcome="PASS", detail="right")
     monkeypatch.setattr(doctor, "device_checks", lambda seconds: [check])
     monkeypatch.setattr(doctor, "interpreter_check", lambda seconds: [])
@@ -138,7 +137,6 @@ def kernels_own(path):
     ("broken", "as_json"), [(no_folder, False), (read_only, False), (full, True), (kernels_own, True)]
 )
 def test_a_cache_folder_that_takes_no_files_is_red(tmp_path, broken, as_json):
-    """By the command itself. What follows from it is not said again."""
     folder = tmp_path / "cache"
     options = broken(folder) or {}
     done = subprocess.run(
@@ -165,8 +163,6 @@ def test_a_cache_folder_that_takes_files_is_left_as_it_was(portattn, tmp_path, m
 
 
 def test_one_cause_is_said_once(portattn, monkeypatch):
-    """What several parts, and the calls, fail of."""
-
     def fails(*given):
         raise OSError("planted")
 

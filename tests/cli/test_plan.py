@@ -98,7 +98,6 @@ def test_a_training_call_s_options_reach_the_problem(portattn, op, given, expect
 
 @pytest.mark.parametrize("op", OPS)
 def test_an_op_takes_the_options_that_its_function_has_parameters_for(op):
-    """Gradients may lack quantised tensors and features of scores."""
     parameters = set(inspect.signature(getattr(library, ROWS[op].gradient_of or op)).parameters)
     if "slot_mapping" in parameters:  # which says the pages, too
         parameters.add("page_table")

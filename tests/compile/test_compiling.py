@@ -391,7 +391,6 @@ def test_a_launch_on_the_device_was_compiled_before(tmp_path: Path) -> None:
 
 
 def test_what_is_not_the_compilers_passes_through(monkeypatch, settings, tmp_path) -> None:
-    """Out of memory while loading is nobody's record."""
     made, launches, q, target = planned()
 
     class Kernel:

@@ -190,7 +190,6 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The clock that passing failures go by: seconds can be added."""
     clock = Clock()
     monkeypatch.setattr(record_store, "time", clock)
     return clock

@@ -162,7 +162,6 @@ def writing(target):
 
 
 def test_a_launch_may_say_otherwise():
-    """The writers' rotation does, to round as the reference."""
     assert writing(Registry.load().target("cuda:sm_90", "triton==3.6.0")).options()["enable_fp_fusion"] is False
 
 

@@ -120,7 +120,6 @@ def autocast() -> str:
 
 @case
 def compiled() -> str:
-    """In one graph, under autocast too."""
     given = given_of(DENSE)
     q, k, v = (given.pop(name) for name in "qkv")
 
@@ -186,7 +185,6 @@ def trained_features() -> str:
 
 @case
 def dropped() -> str:
-    """Dropped probabilities follow from the seed as on the CPU."""
     q, k, v = (torch.randn(2, heads, 9, 16) for heads in (4, 2, 2))
     seed = torch.tensor([7])
     found = portattn.attention(q.to(DEVICE), k.to(DEVICE), v.to(DEVICE), dropout_p=0.5, dropout_seed=seed.to(DEVICE))
@@ -197,7 +195,6 @@ def dropped() -> str:
 
 @case
 def cache_writes() -> str:
-    """Both operations that write a cache fill it as on the CPU."""
     new = [torch.randn(2, 2, 3, 16) for _ in "kv"]
     seqlens, slots = torch.tensor([4, 1], dtype=torch.int32), torch.tensor([5, -1, 0])
     found = []

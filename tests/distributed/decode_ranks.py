@@ -63,7 +63,6 @@ def sharded(arguments: dict[str, Any], shard: CacheShard) -> dict[str, Any]:
 
 
 def part(rows: torch.Tensor, axis: int, shard: CacheShard) -> torch.Tensor:
-    """Rows of a sequence that the rank holds, and two more."""
     total = rows.shape[axis]
     capacity = -(-total // (shard.world_size * shard.interleave)) * shard.interleave + 2
     places = shard.positions(capacity)
@@ -248,7 +247,6 @@ def written_pages(interleave: int) -> float:
 
 
 def compiled(heads: str) -> float:
-    """In a graph without breaks: nothing is read back."""
     parallel = decode_parallel(heads=heads)  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(4)
     q, k, v = (torch.randn(shape, generator=generator) for shape in ((2, 4, 1, 8), (2, 2, 16, 8), (2, 2, 16, 8)))

@@ -28,7 +28,6 @@ def _mesh(sizes: tuple[int, ...], device: str) -> Any:
 
 
 def all_cases(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
-    """By case, where this rank judged it: what is wrong with it."""
     found = {}
     for number, case in enumerate(cases(ranks)):
         with portattn.settings(fallback="silent"):
@@ -108,7 +107,6 @@ def _bhsd(case: dict[str, Any], tensor: torch.Tensor) -> torch.Tensor:
 
 
 def wrong(case: dict[str, Any], seed: int, parts: list[dict[str, torch.Tensor]], device: str = "cpu") -> list[str]:
-    """What breaks the budget, of all ranks' parts put together."""
     parallel = shared(tuple(case["how"].items()), device)
     whole, dtype = tensors_of(case, seed), DTYPES[case["dtype"]]
     expected, same = definition(case, whole, torch.float64), definition(case, whole, dtype)

@@ -122,7 +122,6 @@ def killed_between_calls(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
 
 
 def killed_inside_a_call(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
-    """In the backward pass, where the others wait for its gradients."""
     parallel, rows = context_parallel(), torch.ones(1, 2, 16, 8, requires_grad=True)
     out = parallel.attention(rows, rows, rows)
     if rank == 1:

@@ -117,7 +117,6 @@ EXPECTED = {
 
 
 def test_every_rank_raises_the_same_error(tmp_path: Path) -> None:
-    """And works on: each is followed by a right call."""
     found = run("refusals", 4, tmp_path, "all_refusals")["all_refusals"]
     assert found[0].keys() == EXPECTED.keys()
     for name, text in EXPECTED.items():

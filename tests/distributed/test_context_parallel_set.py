@@ -104,7 +104,6 @@ def test_a_timeline_is_drawn(scripts, tmp_path):
 
 
 def test_the_page_has_the_tables_of_its_report():
-    """The report is of the script that the set was before."""
     page = (DOCS / "performance" / "context-parallel.md").read_text(encoding="utf-8")
     report = workloads.read(REPORT)
     assert report.wrong == []

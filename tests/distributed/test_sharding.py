@@ -140,7 +140,6 @@ def test_a_destroyed_group_is_not_kept(monkeypatch):
 
 
 def test_a_made_group_is_kept_as_long_as_its_own(group, monkeypatch):
-    """As of NCCL, which has no messages from host to host."""
     monkeypatch.setattr(collectives, "_has_host_messages", lambda group: False)
     made = collectives.control_group(group)
     assert made is not group.group
@@ -317,7 +316,6 @@ def test_a_device_on_which_no_kernel_runs_is_said_once_and_torch_merges(monkeypa
 
 
 def test_a_sink_without_weight_changes_nothing():
-    """A sink of -inf, of rows with keys and of rows without."""
     out, lse = torch.randn(1, 2, 3, 4), torch.tensor([[[0.5, -torch.inf, 2.0]] * 2])
     out[:, :, 1] = 0.0
     sum_ = collectives.StateMerger((1, 2, 3, 4), torch.float32, torch.device("cpu"), 1)

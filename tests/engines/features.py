@@ -80,7 +80,6 @@ class Report:
                 feature.reasons.append(reason)
 
     def contents(self) -> dict[str, Any]:
-        """What is written to <engine>-<version>.json."""
         distribution = DISTRIBUTIONS.get(self.engine, self.engine)
         return {
             "engine": self.engine, "version": version_of(distribution),

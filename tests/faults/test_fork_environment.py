@@ -109,7 +109,6 @@ def test_a_fork_of_the_compiling_thread_goes_on_compiling():
     (compiling_elsewhere, {SET: None, NEW: "given"}, "(None, 'given')"),
 ])  # fmt: skip
 def test_a_worker_started_while_a_thread_compiles_has_its_own_variables_alone(tmp_path, compiling, given, told):
-    """Nor does it wait for the compile to end."""
     with compiling(QUIRK), Worker(python=planted(tmp_path, ANSWERS), environment=given) as worker:
         assert worker.request("hello", SECONDS).facts == {"seen": told}
 

@@ -68,7 +68,6 @@ def left(folder: Path) -> list[str]:
 
 
 def refused(load: Callable[[Path], tuple[bool, str]], folder: Path) -> str:
-    """The one reason that load gives; nothing is left."""
     loaded, why = forked(load, folder)
     assert not loaded
     assert left(folder) == []

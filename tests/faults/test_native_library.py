@@ -176,7 +176,6 @@ def test_what_is_no_file(place: Path, what: str) -> None:
 
 
 def test_what_was_checked_is_what_is_loaded(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file is exchanged between the check and the loading."""
     check = native.open_library
 
     def exchanged(at: Path) -> int:

@@ -39,7 +39,6 @@ incident = functools.partial(planted_records.incident, log="line\n" * 30, enviro
 
 
 def damaged(data: bytes, others: list[bytes], chance: random.Random) -> bytes | None:
-    """One change of a file's bytes; None: a folder in its place."""
     place, kind = chance.randrange(len(data)), chance.randrange(8)
     if kind == 0:
         return data[:place] + bytes([data[place] ^ (1 << chance.randrange(8))]) + data[place + 1 :]
@@ -230,7 +229,6 @@ def _write_forever(folder: Path) -> None:
 
 
 def _read(folder: Path, key: str) -> bool:
-    """Whether there is a record; what is there is one that was put."""
     found = CompileStore(folder).get(key)
     if found is None:
         return False

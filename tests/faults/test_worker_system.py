@@ -316,7 +316,6 @@ def test_a_log_of_hundreds_of_megabytes(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_each_request_has_its_own_part_of_the_log(tmp_path: Path) -> None:
-    """Text printed after an answer belongs to no other request."""
     body = (
         "os.write(2, b'before %d\\n' % number)\nanswer(ok=False, kind='Error')\nos.write(2, b'after %d\\n' % number)\n"
     )

@@ -60,7 +60,6 @@ def runs(process: int) -> bool:
 
 
 def _interruptible() -> None:
-    """As support's, which a scenario's own process cannot import."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

@@ -41,7 +41,6 @@ class Recorder:
         fakechip.pretend()
 
     def _describe_kernels(self) -> None:
-        """Tell the library what parameters a kernel has as it is loaded."""
         from triton.compiler import CompiledKernel
 
         from portattn.launch import triton_compat
@@ -97,7 +96,6 @@ class StartedEngines(Recorder):
         self.planned: list[str] = []
 
     def watch(self, adapter: Any) -> None:
-        """Let an adapter's module warm up on a CPU."""
         from portattn.api import dispatch, warmup
         from portattn.integrations import engine_warmup
 

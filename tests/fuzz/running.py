@@ -55,7 +55,6 @@ class Report(Found, kw_only=True):
 
     @property
     def green(self) -> bool:
-        """Whether something ran, and nothing failed."""
         return bool(self.cases) and not self.failures
 
 
@@ -140,7 +139,6 @@ def _child(work: Work, seed: int, device: str, seconds: float, stop: Any, events
 
 
 def collected(work: Iterator[Found | int]) -> Found:
-    """The same in this process, for tests."""
     total = Found(counts=collections.Counter(), failures=[])
     for found in work:
         if not isinstance(found, int):

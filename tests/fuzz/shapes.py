@@ -59,7 +59,6 @@ class Outcome(msgspec.Struct):
         return found.hexdigest()
 
     def differs(self, other: Outcome) -> str:
-        """In what, in words."""
         if self.path == RAISED:
             return f"raised: {self.said[0]}"
         if self.path != other.path:
@@ -91,7 +90,6 @@ class Here:
         self.pool = Pool(device, large=self.recorder is not None)
 
     def perform(self, turn: Turn) -> Outcome | None:
-        """None where the kind has no such shape."""
         kind, shape = kind_of(turn[0]), turn[1]
         given = arguments(kind, shape, self.pool)
         if given is None:
@@ -129,7 +127,6 @@ def prepared() -> Iterator[None]:
 
 
 def alone(here: Here, turn: Turn) -> Outcome | None:
-    """The turn after everything was forgotten."""
     dispatch.forget_plans()
     return here.perform(turn)
 
@@ -176,7 +173,6 @@ def _next(turns: Sequence[Turn], kinds: Sequence[Kind], last: dict[str, Shape], 
 
 
 def _compared(here: Here, seed: int, first: int, turns: Sequence[Turn], outcomes: Sequence[Outcome]) -> Found:
-    """Each turn's outcome against the same turn's alone."""
     found = Found(counts={}, failures=[])
     expected: dict[Turn, Outcome] = {}
     for index, (turn, outcome) in enumerate(zip(turns, outcomes, strict=True)):
@@ -216,7 +212,6 @@ def _wrong_after(here: Here, turns: Sequence[Turn]) -> str:
 
 
 def command(turns: Sequence[Turn]) -> str:
-    """What shows a failure again."""
     text = json.dumps([[name, _fields(shape)] for name, shape in turns])
     return f"PYTHONPATH=.:tests python -m fuzz shapes --turns '{text}'"
 
@@ -231,7 +226,6 @@ def turns_of(text: str) -> list[Turn]:
 
 
 def again(seed: int, device: str, seconds: float, stopped: Callable[[], bool], text: str) -> Iterator[Found | int]:
-    """Turns that are told, and the last one alone."""
     here, turns = Here(device), turns_of(text)
     with prepared():
         yield 0
@@ -255,7 +249,6 @@ def _compared_with_a_process(here: Here, seed: int, number: int, turn: Turn, dev
 
 
 def fresh(device: str, text: str) -> None:
-    """What the new process does: prints its outcome's digest."""
     torch.set_num_threads(1)
     with prepared():
         outcome = Here(device).perform(turns_of(text)[0])

@@ -74,7 +74,6 @@ def call_of(case: Case, device: str) -> Call:
 
 
 def _held(values: torch.Tensor) -> torch.Tensor:
-    """What memory holds of keys that all batches share."""
     return values[:1] if values.stride(0) == 0 else values
 
 

@@ -89,7 +89,6 @@ def test_a_step_changes_weights() -> None:
 
 
 def test_wrong_gradients_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same result, and half of k's gradient."""
     right = ops.attention
 
     def halved(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **named: Any) -> Any:

@@ -120,7 +120,6 @@ def test_a_recorded_call_is_one_node(name: str, recorder: str) -> None:
 @pytest.mark.parametrize("strict", [False, True], ids=["not strict", "strict"])
 @pytest.mark.parametrize("name", CALLS)
 def test_an_exported_call_takes_other_sizes(name: str, strict: bool) -> None:
-    """Batch and rows, of the tensors and of masks, are symbolic."""
     call, tensors = CALLS[name]
     sizes = tuple(dict.fromkeys(range(t.ndim - 1), torch.export.Dim.AUTO) for t in tensors)
     program = torch.export.export(Model(call), tensors, strict=strict, dynamic_shapes=(sizes,)).module()

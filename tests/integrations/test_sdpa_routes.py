@@ -154,7 +154,6 @@ def test_another_function_put_there_meanwhile_stays(monkeypatch: pytest.MonkeyPa
 
 
 def test_many_threads_at_once() -> None:
-    """Whether a call is being served is each thread's own matter."""
     right = imported_before(Q, K, K, is_causal=True)
     wrong: list[Any] = []
 

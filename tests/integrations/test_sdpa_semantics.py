@@ -360,8 +360,6 @@ def test_samples(way, dtype):
 
 
 def seeded(function):
-    """The function, drawing the same numbers at each call."""
-
     def again(*args, **kwargs):
         torch.manual_seed(1)
         return function(*args, **kwargs)

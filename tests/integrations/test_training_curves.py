@@ -105,7 +105,6 @@ def test_a_mask_that_is_lost_is_seen(mode, argument, tmp_path, monkeypatch):
 
 
 def test_sequences_that_see_each_other_are_seen(tmp_path, monkeypatch):
-    """Packed rows as one sequence."""
     right = integration.ops.varlen_attention
 
     def together(q, k, v, begin_q, begin_k, longest_q, longest_k, **more):
@@ -176,7 +175,6 @@ def test_an_interrupt_keeps_what_was_finished(tmp_path, monkeypatch, capsys):
 
 
 def test_without_transformers_the_example_says_how_to_install_it(tmp_path):
-    """In a process that cannot import it."""
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['transformers'] = None\n", encoding="utf-8")
     places = os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run([sys.executable, str(ROOT / "examples" / "train_llama.py"), "--steps", "1"],

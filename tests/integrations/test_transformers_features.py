@@ -158,7 +158,6 @@ def as_on_an_accelerator(monkeypatch):
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Gemma2"])
 @torch.no_grad()
 def test_decoding_after_a_prompt_with_holes(models, family, cache, name):
-    """Right padding is a hole as soon as there is a token behind it."""
     model, prompt = models[family], holes() if name == "holes" else padding(name)
     mask = torch.cat([prompt, torch.ones(BATCH, 3, dtype=torch.long)], dim=1)
 
@@ -345,7 +344,6 @@ BEGINS = torch.tensor([0, 5, 11, 22, 24, 25, 33])
 @pytest.mark.parametrize("how", ["position_ids", "cu_seq_lens", "both"])
 @torch.no_grad()
 def test_packed_rows(models, family, how):
-    """Each packed sequence gives what it gives alone."""
     model, ids = models[family], tokens()
     given = {"position_ids": PACKED, "use_cache": how == "cu_seq_lens"}
     if how != "position_ids":
@@ -365,7 +363,6 @@ def test_packed_rows(models, family, how):
 
 
 def test_packed_rows_in_training():
-    """Gradients as eager's; dropout goes with packed calls, too."""
     model = build("Llama").train()
 
     def gradients():

@@ -57,7 +57,6 @@ def test_a_compiled_forward(models: dict[str, Any], family: str, name: str) -> N
 @pytest.mark.parametrize("cache", [True, False])
 @torch.no_grad()
 def test_chunks_in_a_compiled_forward(cache: bool) -> None:
-    """A mask that has to be written out in the graph."""
     model, mask = build("Llama4"), padding("left")
     eager = model(tokens(), attention_mask=mask).logits
     with using(model, "portattn"):
@@ -102,7 +101,6 @@ def test_gradients_of_a_compiled_model() -> None:
 
 @torch.no_grad()
 def test_holes_in_a_compiled_forward_give_nan(models: dict[str, Any]) -> None:
-    """A graph does not read its mask."""
     mask = torch.ones(BATCH, LENGTH, dtype=torch.long)
     mask[1, 5] = 0
     with using(models["Llama"], "portattn") as model:
@@ -184,7 +182,6 @@ def exported(model: Any, strict: bool, lengths: dict[str, Any], **given: Any) ->
 ])  # fmt: skip
 @torch.no_grad()
 def test_an_exported_model(models: dict[str, Any], family: str, name: str, strict: bool) -> None:
-    """Of other batches and lengths than it was exported with."""
     model, mask = models[family], padding(name)
     other = tokens(21)[:2]
     given: dict[str, Any] = {"input_ids": tokens(), "use_cache": False}

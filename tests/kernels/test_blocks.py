@@ -45,7 +45,6 @@ def test_kernel_and_reference_give_the_oracles_results(device, name, seed):
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_and_reference_give_the_oracles_gradients(monkeypatch, device, name, seed):
-    """Of odd seeds the rows that list a block are several chunks."""
     monkeypatch.setattr("portattn.planning.kernel_specs.backward.CHUNK", 12 if seed else 16384)
     call = call_of(name, seed, device.name, op="block_sparse_attention_backward", grad_lse=bool(seed))
     whole = {"block_n": 32, "rows_m": 32, "rows_n": 16} if call.problem.group > 16 else {}  # tiles hold a group

@@ -144,7 +144,6 @@ def summed_in_order(head_dim: int) -> float:
 
 
 def test_columns_that_sparse_values_alone_can_have(device: Device) -> None:
-    """No accumulator of a product holds them."""
     fields = FEW | FIELDS["sparse"] | {"head_dim": 576, "head_dim_v": 576}
     for parts in (1, 2):
         check(device, random_call(problem("sparse", **fields), 3, device=device.name), parts)

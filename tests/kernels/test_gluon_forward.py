@@ -140,7 +140,6 @@ def test_a_scale_of_nothing(chip, kind):
 @pytest.mark.parametrize("many", [False, True], ids=["split", "whole"])
 @pytest.mark.parametrize("name", UNSEEN)
 def test_what_no_row_sees_may_be_anything(chip, name, many, kind, head_dim):
-    """Numbers, and scales of tokens."""
     fields, keys = UNSEEN[name]
     heads = {"heads_q": 64, "heads_k": 32} if many else {"batch": 1, "heads_q": 2, "heads_k": 1}
     call = random_call(of(kind, head_dim, **fields, **heads), 3, device=chip.name)

@@ -75,7 +75,6 @@ def test_arguments_of_an_entry_point_stay(device):
 
 
 def calls(tree):
-    """Line and name of each call that is no record's."""
     found = [(node.lineno, ast.unparse(node.func)) for node in ast.walk(tree) if isinstance(node, ast.Call)]
     return sorted((line, name.replace("·", ".")) for line, name in found if not re.match(r"[A-Z]|.*_replace$", name))
 

@@ -119,7 +119,6 @@ def choices(op: str) -> tuple[str, ...]:
 
 
 def possible(op: str, p: Problem, lowering: dict[str, str], keys: int = TILE) -> dict[str, str]:
-    """Of a lowering what the kernel reads, inside the hard limits."""
     kernel = CORES[op]
     limits = kernel.limits(p, Lowering(**lowering), Launch(block_m=TILE, block_n=keys))
     lowering = lowering | {choice: value for choice, value, _ in limits}

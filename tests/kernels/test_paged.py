@@ -37,7 +37,6 @@ def test_pages_of_any_size(device, page, parts, page_layout):
 
 @pytest.mark.parametrize("block_n", [16, 32, 64])
 def test_tiles_of_another_size(device, block_n):
-    """Pages that hold one tile, several, and a part of one."""
     for page in (16, 32, 64):
         call = random_call(problem("paged", **sized(page), heads_q=2, heads_k=1), page, device=device.name)
         for loop in ("flat_masked",) if page % block_n else ("per_page", "flat_masked"):
@@ -231,7 +230,6 @@ def transposed(device, v, keys, first=None, seq_q=9, **limits):
 
 
 def wanted(v, keys, length=None):
-    """Of one sequence, in at least one tile."""
     rows = v.shape[2]
     padded = torch.zeros(*v.shape[:2], max(1, -(-rows // keys)) * keys, v.shape[3], dtype=v.dtype)
     padded[:, :, : rows if length is None else length] = v[:, :, :length]
@@ -308,7 +306,6 @@ def test_a_ragged_batch_of_latent_rows(device, causal):
 
 
 def test_every_head_reads_the_same_rows(device):
-    """Twenty heads are more than a tile's rows."""
     for rows in (1, 2):
         p = problem("mla", heads_q=20, seq_q=rows, causal="bottom_right", batch=1)
         check(device, random_call(p, 4, device=device.name), 2)

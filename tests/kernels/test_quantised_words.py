@@ -44,7 +44,6 @@ def check_exact_words(device, call, monkeypatch, **launch):
 
 
 def without_pages(call):
-    """Pages that no key is in have ids of no page."""
     if call.page_table is not None and call.seqlens_k is not None:
         for sequence, length in enumerate(call.seqlens_k.tolist()):
             call.page_table[sequence, -(-max(length, 0) // call.problem.page_size) :] = 2**30

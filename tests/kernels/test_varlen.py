@@ -41,7 +41,6 @@ def test_lengths_at_the_edges_of_tiles(device: Device, rows: tuple, causal: str)
     "fields", [{"heads_q": 4, "heads_k": 2}, {"heads_q": 3, "heads_k": 1}, {"sinks": True}], ids=str
 )
 def test_heads_and_sinks(device: Device, fields: dict) -> None:
-    """A row of no sequence has no sink."""
     check(device, packed(device, ROWS["no queries or no keys"], causal="bottom_right", **fields))
 
 

@@ -87,7 +87,6 @@ def test_warps_apart_are_right(device: Device, name: str, splits: int) -> None:
 @pytest.mark.parametrize("mask_value", ["-inf", "finite"])
 @pytest.mark.parametrize("exp", ["exp2", "exp"])
 def test_sequences_of_no_keys_and_of_one(device: Device, exp: str, mask_value: str) -> None:
-    """Then some or all of the warps attend nothing."""
     call = random_call(problem(**DECODE | {"batch": 4, "sinks": True}), 3, device=device.name)
     call = with_lengths(call, [0, 1, 16, 17])
     lowering = APART | {"exp": exp, "mask_value": mask_value}

@@ -71,7 +71,6 @@ SCORED = {"window_left": 5, "window_right": 3, "alibi_slopes": True, "bias": Tru
 @pytest.mark.interpreter
 @pytest.mark.parametrize(("name", "load", "features"), LOADS)
 def test_garbage_stays_with_its_sequence(monkeypatch, device, name, load, features):
-    """The others are right, bit for bit as they are without it."""
     heads = {"heads_q": 1, "heads_k": 1} if name in ("dense", "padded") else {"heads_q": 2, "heads_k": 1}
     fields = (MORE.get(name, SCORED) if features == "more" else {}) | {"batch": 3} | heads
     if load == "descriptor" and name == "whole pages":
@@ -97,7 +96,6 @@ BEGINNINGS = {
 @pytest.mark.parametrize("name", ["varlen", "ragged", "mla ragged"])
 @pytest.mark.parametrize("case", BEGINNINGS)
 def test_packed_sequences_that_begin_anywhere(monkeypatch, device, name, case):
-    """Every row is written, whoever owns it."""
     fields = {"heads_q": 1 if name == "varlen" else 3, "total_q": 22, "causal": "bottom_right", "alibi_slopes": True}
     call = random_call(problem(name, **fields, sinks=True), 4, device=device.name)
     for tensor in ("q", "k", "v", "q_rope"):
@@ -122,7 +120,6 @@ EXTREMES = {
 
 
 def assert_clamped(device, path, p, case, side, parts=1):
-    """Extreme lengths of queries or keys mean the clamped ones."""
     # Without a mask nothing is poisoned: what the other lengths hide is not what these do.
     plain = msgspec.structs.replace(p, causal="none", **{f"seqlens_{side}": False, f"leftpad_{side}": False})
     clean = random_call(plain, 8, device=device.name)
@@ -198,13 +195,11 @@ def lowerings_of(name):
 
 
 def limits(p, lowering):
-    """Choices that the problem leaves no freedom in."""
     launch = Launch(block_m=TILE, block_n=TILE)
     return {choice: value for choice, value, _ in CORES[p.op].limits(p, Lowering(**lowering), launch)}
 
 
 def suited(name, lowering):
-    """Fields of a problem that a lowering is for."""
     if lowering.get("pipeline") == "single":
         return {"seq_k": 13, "total_k": None if problem(name).total_k is None else 30}
     if lowering.get("load") == "descriptor" and problem(name).page_size:

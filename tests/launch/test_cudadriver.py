@@ -98,7 +98,6 @@ def block(monkeypatch, way, kernels, maps=None):
 
 
 def expected(addresses, sizes):
-    """The bytes of a kernel's parameters, as C has them."""
     return [
         struct.pack("Q", addresses[1]), bytes(8), struct.pack("i", sizes[2]), struct.pack("q", sizes[1]),
         struct.pack("H", 40000), b"\1", struct.pack("f", float("inf")), struct.pack("d", 0.1),

@@ -145,7 +145,6 @@ def test_only_plain_values_are_kept():
 
 
 def test_what_is_kept_is_bounded(monkeypatch):
-    """Kinds are forgotten one by one, the oldest first."""
     monkeypatch.setattr(cache, "MAX_KINDS", 3)
     cache.forget()
     try:

@@ -60,7 +60,6 @@ def test_a_prepared_call_launches_into_what_it_is_given(seen: dict[str, Any]) ->
 
 
 def test_a_prepared_call_launches_into_no_wrong_place(seen: dict[str, Any]) -> None:
-    """native.c sees that it is none, and Python says which."""
     made = {name: found["refused"] for name, found in seen.items() if isinstance(found, dict) and "refused" in found}
     assert len(made) >= len(OPS)
     for name, refused in made.items():

@@ -98,7 +98,6 @@ def _afresh() -> Iterator[None]:
 
 @linux
 def test_this_torch_is_read_by_its_own_functions() -> None:
-    """Of tensors that were not tried: what Python says of them."""
     found = native.reader()
     assert found is not None
     kind, offset, plain, *places = found

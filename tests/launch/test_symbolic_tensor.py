@@ -144,7 +144,6 @@ def test_cuda_is_asked_by_the_shortest_way(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("allocator", ["native", "cudaMallocAsync", "pluggable", "somebody's"])
 def test_memory_comes_by_address_from_torch_s_own_allocators(monkeypatch: pytest.MonkeyPatch, allocator: str) -> None:
-    """Another one may give tensors, and no memory by address."""
     take, give = object(), object()
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 4, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: index, raising=False)

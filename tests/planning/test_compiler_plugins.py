@@ -139,8 +139,6 @@ def test_one_packages_files_may_name_anothers_compiler(monkeypatch: pytest.Monke
 
 
 def test_a_package_that_asks_for_a_name_as_it_is_imported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No second search begins in the middle of the first."""
-
     def asks() -> Any:
         Toolchain.parse("triton-new==1.0")
 

@@ -101,7 +101,6 @@ def test_constants_that_follow_from_widths_and_limits(fields: dict[str, Any], ex
     ],
 )
 def test_constants_of_kernels_over_caches(op: str, expected: dict[str, Any]) -> None:
-    """Over pages there is no rotated loop, whatever was chosen."""
     found = CORES[op].constexprs(of(op), Lowering(pipeline="rotated"), Launch(num_stages=3))
     assert {name: found[name] for name in expected} == expected
     assert CORES[op].constexprs(of(op), Lowering(), Launch(splits=2))["SPLIT"] is True

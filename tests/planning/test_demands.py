@@ -178,7 +178,6 @@ def test_demands_are_what_is_asked_for_beyond_plain_attention() -> None:
 
 
 def test_the_references_refusal_does_not_advise_the_reference() -> None:
-    """A Problem that no call makes: packed sequences have no mask."""
     with pytest.raises(PathUnavailable) as caught:
         plan(problem("varlen_attention", softcap=True, mask=True), parse_target("cpu:generic", "none"))
     *_, last = caught.value.rejected

@@ -202,7 +202,6 @@ def test_the_grid_turns_persistent_over_the_launch_limit() -> None:
 
 @pytest.mark.parametrize(("fewer", "grid"), [(0, "tiles"), (1, "persistent")])
 def test_as_many_programs_as_the_chip_launches_are_not_too_many(fewer: int, grid: str) -> None:
-    """The grid stays one program a tile up to the limit itself."""
     p = problem(**BIG)
     tiles = CORES["attention"].tiles(p, plan(p, sm_80()).launch)
     where = msgspec.structs.replace(sm_80(), arch=msgspec.structs.replace(sm_80().arch, max_programs=tiles - fewer))
@@ -450,7 +449,6 @@ def test_keys_that_do_not_fit_one_tile_have_a_loop() -> None:
 
 
 def test_a_release_that_does_not_compile_for_the_chip_says_so() -> None:
-    """And one that nobody can place in a range is tried."""
     problem = Problem(batch=1, heads_q=2, heads_k=2, seq_q=64, seq_k=64, head_dim=64)
     known = Registry.load()
     bound = [(b, a) for b, arches in known.arches.items() for a in arches.values() if a.toolchain]

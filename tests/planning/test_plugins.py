@@ -178,7 +178,6 @@ def test_the_audit_says_everything_that_is_wrong_with_a_package(tmp_path: Path) 
 
 
 def test_packages_that_are_whole_are_not_warned_about(tmp_path: Path) -> None:
-    """A quirk may be about another package's backend."""
     install(tmp_path, "acme")
     quirks = install(tmp_path, "umbra") / "quirks"
     plant(quirks.parent, "acme-0002-planted", 'note = "x"').rename(quirks / "acme-0002-planted.toml")
@@ -335,7 +334,6 @@ for ask in (lambda: portattn.attention(q, q, q), lambda: portattn.attention(q, q
 
 
 def test_where_warnings_are_errors_one_call_is_stopped(tmp_path: Path) -> None:
-    """By one error, however many packages are broken."""
     for name in ("acme", "umbra"):
         (install(tmp_path, name) / "arches.toml").unlink()
     assert ran(tmp_path, STRICT) == ["raised 2 True True", "ran torch.Size([1, 2, 5, 16])"]

@@ -276,7 +276,6 @@ def test_not_utf8(tmp_path: Path) -> None:
 
 
 def test_hidden_files_are_no_quirks(tmp_path: Path) -> None:
-    """An editor's lock, and what a writer that was killed left."""
     (tmp_path / "rocm").mkdir()
     write(tmp_path / "rocm", GOOD)
     write(tmp_path / "rocm", "", ".rocm-0042-planted.toml")

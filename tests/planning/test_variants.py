@@ -209,7 +209,6 @@ def test_a_variants_failure_without_an_incident_is_a_sentence() -> None:
 
 
 def test_a_variant_that_cannot_run_a_problem_leaves_it_where_an_earlier_one_left_it() -> None:
-    """To the core: that it cannot run it says nothing of the core."""
     made = plan(P, SM_90, two_variants("has no such tile"))
     assert made.path == "triton"
     assert "not second: it has no such tile" in made.notes

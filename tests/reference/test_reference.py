@@ -40,7 +40,6 @@ def test_features_are_right(causal: str, features: dict, dtype: str) -> None:
 @pytest.mark.parametrize("features", [{}, PADDED, {"op": "varlen_attention", "total_q": 40, "total_k": 70}], ids=str)
 @pytest.mark.parametrize("blocks", ["one", "several"])
 def test_a_seed_says_what_is_dropped(monkeypatch: pytest.MonkeyPatch, features: dict, blocks: str) -> None:
-    """The same in any blocks, at any time."""
     call = random_call(problem(causal="bottom_right", **features), seed=2)
     call.dropout_p, call.dropout_seed = 0.3, torch.tensor([5])
     if blocks == "several":
@@ -92,7 +91,6 @@ def test_16_bit_dtypes_are_right(op: str, feature: str, dtype: str) -> None:
 
 @pytest.mark.parametrize(("op", "feature"), CASES)
 def test_blocks_of_any_size_are_right(monkeypatch: pytest.MonkeyPatch, op: str, feature: str) -> None:
-    """Both loops take several turns, with ragged ends."""
     call = random_call(named_problem(op, feature), seed=5)
     monkeypatch.setattr(blockwise, "KEY_BLOCK", 5)
     monkeypatch.setattr(blockwise, "SCORE_ELEMENTS", 5 * 4 * call.problem.batch * call.problem.heads_q)
@@ -168,7 +166,6 @@ def test_scores_grow_with_the_rows(op: str, feature: str) -> None:
     ],
 )  # fmt: skip
 def test_a_cache_is_read_block_by_block(op: str, feature: str, size: str) -> None:
-    """What is held at a time does not depend on how much there is."""
     sizes = {"head_dim": 16} if op != "mla" else {}
     assert largest(op, feature, **sizes, **{size: 512}) == largest(op, feature, **sizes, **{size: 1024})
 
@@ -223,5 +220,4 @@ def test_training_holds_no_matrix_of_scores(monkeypatch: pytest.MonkeyPatch, op:
 
 
 def test_recorded_steps_hold_every_score(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which the meter sees: drawn dropout is not computed anew."""
     assert held(monkeypatch, "dense", "plain", 512, dropout_p=0.5) > 2 * 2 * 512 * 512 * 4

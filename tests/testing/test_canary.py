@@ -295,7 +295,6 @@ def test_several_run_at_once(tmp_path, monkeypatch, fails):
 
 
 def test_what_says_nothing_beside_others_is_asked_again_alone(tmp_path, monkeypatch):
-    """The device may have room for one context and not for several."""
     settings = Settings(canary="always", cache_dir=str(tmp_path), compile_seconds=3.0)
     monkeypatch.setattr(canary, "Worker", Meeting)
     monkeypatch.setattr(canary, "available_cores", lambda: 64)

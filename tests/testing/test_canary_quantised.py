@@ -75,7 +75,6 @@ def test_verify_runs_every_format_and_kind_of_scales(op):
 
 @pytest.mark.parametrize(("op", "kind", "scales"), STORED)
 def test_the_set_is_of_the_plans_own_cache(op, kind, scales):
-    """In both dtypes of queries; the kernel takes each."""
     found = canary.cases(made_for(op, kind, scales))
     assert len(found) == len(canary.CASES[op])
     assert {(p.kv_format, p.kv_scales) for p in found} == {(kind, scales)}

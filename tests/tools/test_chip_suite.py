@@ -191,7 +191,6 @@ def test_results_of_another_state_are_refused(script, pytester, capfd, name):
 
 
 def test_each_run_again_keeps_what_the_one_before_found(script: ModuleType, pytester: pytest.Pytester) -> None:
-    """Of the same second too; --report counts none of them."""
     file = left_there(pytester, IDENTITY, {"test": "a", "outcome": "failed", "why": "the first"})
     os.utime(file, (1.8e9, 1.8e9))
     first = file.read_text()

@@ -195,8 +195,6 @@ def test_ended_while_making(script, tmp_path, capfd, kill):
 
 
 def test_ended_while_testing(script, capfd, monkeypatch):
-    """What is said is about the tests: making has an end of its own."""
-
     def ended(*_, **__):
         signal.raise_signal(signal.SIGTERM)
         return 0

@@ -36,7 +36,6 @@ def schedules() -> dict[str, set[str]]:
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
 def test_a_variant_says_what_the_names_in_its_schedules_mean(variant, schedules) -> None:
-    """Each of them, and no others; of entries too."""
     assert set(variant.legend) == schedules[variant.name]
     tuning = Registry.load().tuning(SM_90)
     for entry in tuning.entry:

@@ -242,7 +242,6 @@ def test_large_is_what_32_bit_byte_offsets_do_not_reach():
 
 
 def test_shapes_without_data_are_planned_for_every_op():
-    """On the meta device nothing is read back, whatever is demanded."""
     for op, given in [*((op, good(op)) for op in OPS), ("sparse_attention", sparse_paged())]:
         shapes = {n: t.to("meta") if isinstance(t, torch.Tensor) else t for n, t in given.items()}
         out = getattr(portattn, op)(**shapes, validate=True)

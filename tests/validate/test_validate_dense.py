@@ -283,7 +283,6 @@ def test_errors_name_argument_value_and_limit(name: str, bad: tuple[dict[str, An
 
 @pytest.mark.parametrize("op", OPS)
 def test_the_good_calls_are_good(op: str) -> None:
-    """So what the tests spoil is the only thing wrong."""
     out, lse = perform(op, good(op), return_lse=True)
     assert not out.any()
     assert torch.isfinite(lse).all()

@@ -215,7 +215,6 @@ ROWS = (5, 4)
 
 
 def quantised_latent(dtype: torch.dtype = E4M3, **changes: Any) -> dict[str, Any]:
-    """A good call over a latent cache of this dtype."""
     given = good(OP)
     queries = {name: given[name].bfloat16() for name in ("q_nope", "q_rope")}
     return given | queries | {"kv_pages": given["kv_pages"].to(dtype)} | changes
@@ -330,7 +329,6 @@ def batch(op: str) -> int:
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("dtype", [E4M3, torch.float8_e5m2, torch.float8_e4m3fnuz, INT8])
 def test_the_shapes_that_scales_of_operands_may_have(op: str, dtype: torch.dtype) -> None:
-    """All ones: the result of each is the same."""
     shapes = ((), (1,), (heads(op),), (batch(op), heads(op)))
     cases: list[dict[str, Any]] = [scales(op, *shape, dtype=dtype) for shape in shapes]
     given = quantised_operands(op, dtype)

@@ -229,7 +229,6 @@ def test_nothing_is_left_of_a_child_that_is_killed(tmp_path: Path, monkeypatch: 
 
 
 def test_a_child_whose_parent_is_killed_leaves_nothing(tmp_path: Path) -> None:
-    """By a real child, which sees that nobody can ask any more."""
     code = (
         "import os, signal, sys, tempfile\n" "from portattn.worker.client import Worker\n" "worker = Worker()\n"
         "print(worker.request('none', 60.0).kind, os.listdir(tempfile.gettempdir()), flush=True)\n"

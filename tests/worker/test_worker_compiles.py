@@ -119,7 +119,6 @@ def test_crash_hang_and_error_are_told_apart(planted):
 
 @pytest.mark.compiles
 def test_environment_is_passed_for_one_request_alone(planted):
-    """And the child compiles even where this process interprets."""
     assert compile_planted(planted, "reads_env", env={"TRITON_PLANTED": "inner"}).message == "inner-"
     assert compile_planted(planted, "reads_env").message == "outer-"
 

@@ -8,7 +8,6 @@ SECONDS = 120.0  # for what should take a few
 
 
 def process_of(worker: Worker) -> int:
-    """The number of the child that runs."""
     return worker._child.process.pid
 
 
@@ -21,5 +20,4 @@ def running(worker: Worker) -> bool:
 
 
 def gone(process: int) -> bool:
-    """Whether a process has ended and was reaped."""
     return not Path(f"/proc/{process}").exists()

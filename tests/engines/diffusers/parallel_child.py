@@ -41,7 +41,6 @@ def whole(rows: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
 
 
 def part(tensor: torch.Tensor, rank: int, world: int, uneven: int = 0) -> torch.Tensor:
-    """This process' rows. uneven: so many more of the first's."""
     sizes = [tensor.shape[1] // world] * world
     sizes[0] += uneven
     sizes[-1] -= uneven

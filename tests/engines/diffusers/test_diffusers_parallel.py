@@ -125,7 +125,6 @@ def test_what_context_parallelism_refuses(argument: str, outputs: Outputs, refus
 
 
 def _parts(text: str) -> tuple[str, str, Any, str]:
-    """An ArgumentError that was printed in another process."""
     op, _, rest = text.partition(": ")
     argument, _, rest = rest.partition(" is ")
     value, _, limit = rest.partition(", but ")

@@ -227,7 +227,6 @@ def test_a_misspelt_backend() -> None:
 
 @pytest.mark.parametrize("backend", ["triton", "interpreter", "sdpa", "gluon_forward"])
 def test_names_of_other_devices(backend: str) -> None:
-    """Where a model will run is not known yet."""
     integration.register("portattn_elsewhere", backend=backend).remove()
 
 
@@ -260,6 +259,5 @@ def test_register_s_docstring() -> None:
 
 
 def test_an_environment_without_diffusers() -> None:
-    """Says what is missing, and how to install it."""
     done = run_child("import sys; sys.modules['diffusers'] = None; import portattn.integrations.diffusers", "native")
     assert "needs diffusers, which is not installed: pip install" in done.stderr

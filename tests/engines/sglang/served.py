@@ -118,7 +118,6 @@ class Served:
     def batch(
         self, mode: ForwardMode, rows: Sequence[int], before: Sequence[int], new: Sequence[int], **more: Any
     ) -> ForwardBatch:
-        """Rows with so many tokens in the cache, and so many new ones."""
         total = torch.tensor([a + b for a, b in zip(before, new, strict=True)], dtype=torch.int64)
         verify = mode.is_target_verify()
         lengths = torch.tensor(before, dtype=torch.int64) if verify else total
@@ -225,7 +224,6 @@ class Served:
 
 
 def forward(backend: Any, layer: RadixAttention, qkv: Sequence[torch.Tensor], batch: ForwardBatch, **more: Any) -> Any:
-    """A layer's forward, as a model calls it."""
     with forward_context(ForwardContext(attn_backend=backend)):
         return layer(*qkv, batch, **more)
 

@@ -37,7 +37,6 @@ def test_rotary_parts_apart() -> None:
 
 @pytest.mark.engine_feature("latent attention (MLA), absorbed: extend, decode, mixed")
 def test_rows_without_rotary_columns() -> None:
-    """Of models that rotate nothing: all of a row is key and value."""
     served = Served([37, 65, 20], page=16, latent=True, rope=0)
     served.run(EXTEND, [17, 64, 0], [20, 1, 20])
     made = [random_tree(6, torch.Generator().manual_seed(1)) for _ in range(3)]

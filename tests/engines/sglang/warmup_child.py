@@ -28,7 +28,6 @@ started.watch(capabilities)
 
 
 def draw(r: random.Random) -> tuple[ForwardMode, list[int], list[int]]:
-    """A random batch: its mode, tokens before, and new tokens."""
     count = r.choice((1, 2, r.randint(1, REQUESTS), REQUESTS))
     mode = r.choice((ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY, ForwardMode.MIXED))
     each = {ForwardMode.DECODE: 1, ForwardMode.TARGET_VERIFY: DRAFTED}.get(mode, 0)

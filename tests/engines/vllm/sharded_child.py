@@ -116,7 +116,6 @@ def float8(rank: int, world: int) -> None:
 
 
 def prompts_alone(rank: int, world: int) -> None:
-    """Without a past no collective is called: nothing is merged."""
     layer = Sharded(rank, world)
     layer.layer.impl.dcp_combine = None
     run(layer, [(9, 9), (1, 1)])

@@ -134,7 +134,6 @@ def test_decode_and_mixed(requests: list[tuple[int, int]]) -> None:
 @works("latent attention (MLA), speculative verification")
 @pytest.mark.parametrize("requests", [[(4, 20), (1, 33), (3, 3)], [(4, 20), (4, 33), (4, 5)]])
 def test_rows_of_several_requests(requests: list[tuple[int, int]]) -> None:
-    """Of different numbers they are packed, of the same a batch."""
     layer, batch = Latent(speculative=3), Batch(requests)
     q, latent = inputs(batch, torch.bfloat16)
     out, metadata = layer.run(batch, q, latent)

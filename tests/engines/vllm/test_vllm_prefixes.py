@@ -241,7 +241,6 @@ def test_graphs_hold_one_row_a_request() -> None:
 
 
 def test_the_check_notices() -> None:
-    """One key of a range more or less is noticed."""
     batch, layer = Batch([(9, 20)]), Layer()
     out = layer.run(batch, metadata=metadata(layer, batch, {0: [(12, 17)]}))
     assert not math.isnan(out.sum())

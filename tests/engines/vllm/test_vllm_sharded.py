@@ -20,7 +20,6 @@ SECONDS = 900  # two processes on a machine that others use took 230
 
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """What each process printed of all cases."""
     if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
         pytest.skip("this torch has no gloo")
     if not vllm.triton_utils.HAS_TRITON:

@@ -86,7 +86,6 @@ class Layer:
             self.layer.kv_cache = self.empty_cache()
 
     def configured(self, config: VllmConfig) -> VllmConfig:
-        """The configuration, with what a test adds."""
         return config
 
     @property
@@ -152,12 +151,10 @@ class Batch:
             self.table[row, :count] = torch.tensor([next(free) for _ in range(count)])
 
     def slots_of(self, request: int, begin: int, end: int) -> torch.Tensor:
-        """The slots of a request's tokens."""
         places = torch.arange(begin, end)
         return self.table[request, places // BLOCK].long() * BLOCK + places % BLOCK
 
     def common(self, causal: Any = True) -> CommonAttentionMetadata:
-        """What the model runner gives the builders."""
         rows = torch.tensor([0, *(rows for rows, _ in self.requests)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         keys = torch.tensor([keys for _, keys in self.requests], dtype=torch.int32)
         slots = [self.slots_of(b, keys - rows, keys) for b, (rows, keys) in enumerate(self.requests)]

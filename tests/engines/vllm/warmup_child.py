@@ -31,7 +31,6 @@ class Limited(Layer):
 
 
 def random_settings(r: random.Random) -> dict[str, Any]:
-    """Random settings of an engine's layer."""
     kv_heads = r.choice((1, 2, 8))
     heads = kv_heads * r.choice((1, 2, 4, 5, 8))
     arguments: dict[str, Any] = {}

@@ -160,7 +160,6 @@ def test_arguments_that_are_not_the_kernels(row_scale: object, types, constexprs
 
 @pytest.mark.usefixtures("real_lab")
 def test_ascend_compiles_by_its_adapter(row_scale) -> None:
-    """To linalg, as far as a machine without CANN can."""
     ascend = parse_target("ascend:910b2", "triton-ascend==3.2.0")
     if lab.find("triton-ascend==3.2.0") is None:
         pytest.skip("the lab has no triton-ascend==3.2.0: `portattn lab create triton-ascend==3.2.0` makes it")

@@ -165,7 +165,6 @@ class Decode(_Planned):
         self.dtype = kv_data_type
 
     def run(self, q, cache, *, k_scale=None, v_scale=None):
-        """Scales are numbers of Python's."""
         assert {x.dtype for x in cache} == {self.dtype}
         if self.dtype is not q.dtype:
             assert type(k_scale) is type(v_scale) is float

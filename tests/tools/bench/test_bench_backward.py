@@ -57,7 +57,6 @@ def test_portattn_passes(case):
 
 @pytest.mark.parametrize("case", [DENSE, GROUPED], ids=lambda case: case.name)
 def test_the_expected_gradients_are_autograds(case, monkeypatch):
-    """In blocks of few rows, for every sequence and head."""
     monkeypatch.setattr(gate, "BLOCK_PAIRS", 3 * case.seq_k * case.group)
     tensors = Tensors.random(case, CPU)
     whole = by_autograd(case, tensors)

@@ -251,7 +251,6 @@ def test_planted_faults_are_over_it(change: dict, wrong: str) -> None:
 
 @pytest.mark.parametrize("name", ["dk", "dv"])
 def test_a_wrong_group_sum_is_over_it(name: str) -> None:
-    """A head of the group is left out, of one key alone."""
     found = simulated(terms=64)
     gradients = dict(zip(NAMES[1:], found.run(), strict=True))
     gradients[name] = gradients[name].clone()

@@ -113,7 +113,6 @@ def test_summaries():
 
 
 def test_changes_are_those_of_ratios():
-    """A card twice as slow on another day has changed nothing."""
     case = SETS["decode"][0]
     before = a_result(made("decode", case, figures("portattn", 1.0), figures("fa3", 1.2), figures("flex", 1.0)))
     after = a_result(made("decode", case, figures("portattn", 2.0), figures("fa3", 2.4), figures("sdpa-flash", 0.1)))

@@ -21,7 +21,6 @@ SMALL = dataclasses.replace(host.TINY, turns=(4,))
 
 @pytest.fixture(scope="module")
 def large() -> list[Any]:
-    """As on a GPU, but for memory."""
     return host.sequences("meta", host.CallSizes())
 
 

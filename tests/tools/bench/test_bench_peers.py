@@ -76,7 +76,6 @@ def test_each_is_called_as_it_asks(case, monkeypatch):
     "name", ["dense bf16 D=64 S=1024 causal", "padded D=64 causal", "window D=128 S=16384 window=1024 causal", SHORT]
 )
 def test_flex_is_given_the_same_mask(name, monkeypatch):
-    """Eagerly: compiling it is the benchmark's business."""
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     case = CASES[name]
     tensors = Tensors.random(case, CPU)

@@ -332,7 +332,6 @@ def test_a_release_of_a_folder_is_what_its_process_has(version, faults):
 
 
 def test_an_interrupt_leaves_no_process(tmp_path, copy, faults):
-    """Where the step under way is a hanging one of a release."""
     (release,) = releases.releases((copy,))
     faults["99.0.0"] = {"hangs": "decode"}
     case = next(case for case in SETS["seed"] if case.name == "seed decode")

@@ -268,7 +268,6 @@ def test_without_matplotlib_nothing_is_written(tmp_path, monkeypatch):
 
 
 def test_the_best_release_is_that_of_the_least_median_and_refused_cells_do_not_count():
-    """One round that was fast by chance makes no release the best."""
     first, second = SETS["decode"][:2]
     times = {"3.6.0": (1.0, 9.0, 9.0), "3.8.0": (5.0, 5.0, 5.0)}
     results = {

@@ -125,7 +125,6 @@ def test_the_core_is_not_timed_twice(monkeypatch):
 
 
 def test_a_peer_that_breaks_when_it_is_timed_is_refused():
-    """Right in the gate's single call, and later not to be had."""
     calls = []
 
     class Breaks:

@@ -203,7 +203,6 @@ def test_a_page_is_one_line_that_says_which_releases_it_has_figures_of():
 
 
 def test_figures_that_a_page_has_of_the_old_compiler_alone_are_lost(monkeypatch):
-    """Also beside others of the same page that it has of both."""
     known = read_published_results()
     part = tuple(one for one in known if (one.what[:9], one.toolchain) != ("gradients", "triton==3.9.0"))
     assert len(part) == len(known) - 1

@@ -49,8 +49,6 @@ def run_of() -> Callable[..., tuple[Run, list[Cell]]]:
 
 @pytest.fixture
 def run() -> Callable[[Sequence[Cell]], Run]:
-    """A factory of the Run that some cells belong to."""
-
     def make(cells: Sequence[Cell]) -> Run:
         empty = provenance.this_run(select.specs([], []), "quick", "portattn matrix run", [])
         from msgspec.structs import replace

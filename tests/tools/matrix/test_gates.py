@@ -19,7 +19,6 @@ FITS = {"scratchpad_bytes": 1024, "registers": 64, "spills": 0, "mma": 4, "wgmma
 
 
 def with_tunings(registry: Registry, measured: bool) -> Registry:
-    """The registry with every tuning measured on its chip, or none."""
     tunings = {
         backend: {
             name: replace(tuning, provenance=replace(tuning.provenance, measured=measured))
@@ -33,7 +32,6 @@ def with_tunings(registry: Registry, measured: bool) -> Registry:
 def check(
     target="cuda:sm_90", dtype="fp16", dot_precision="ieee", registry=None, timed=False, named=None, **facts
 ):  # fmt: skip
-    """Names of the gates that do not hold, with what explains them."""
     registry = with_tunings(registry or Registry.load(), timed)
     where = parse_target(target, "triton==3.6.0")
     problem = (named or dense(dtype=dtype, head_dim=64)).problem

@@ -26,7 +26,6 @@ def cells(cell):
 
 @contextlib.contextmanager
 def filled(folder, made, cells):
-    """Open a run's results, begun and with these cells appended."""
     with Results(folder) as file:
         file.start(made)
         for cell in cells:

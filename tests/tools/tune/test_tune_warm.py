@@ -20,7 +20,6 @@ def asked(code: str, **changes) -> CandidateJob:
 
 
 def work(one: CandidateJob) -> str:
-    """What a child does: says its code, or dies."""
     if one.code == "dies":
         os._exit(3)
     return "" if one.code == "fits" else f"not {one.code}"

@@ -16,7 +16,6 @@ from portattn.tools.quirks.recognise import environment_in
     ids=lambda text: text[:40],
 )
 def test_versions(text, name, version, registry):
-    """Also a number of more digits than Python reads, which is none."""
     found = environment_in(text, "mlir", registry).versions.get(name)
     assert (found.value if found else "") == version
 

@@ -100,8 +100,6 @@ def test_of_two_tiles_the_one_that_fails_is_left(registry, tiles):
 
 
 def test_another_failure_is_not_the_same(registry):
-    """Without bias it fails with other words: bias stays."""
-
     def fails(constants, options):
         return SAME if constants["BIAS_BY_KEY"] is False and options["num_warps"] >= 4 else "error: something else"
 
