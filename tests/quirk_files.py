@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from places import tables
+
 from portattn.config import Settings
 from portattn.planning.backend import Backend
 from portattn.planning.planner import plan
@@ -13,29 +15,12 @@ from portattn.planning.registry import Registry, find_backends
 from portattn.schema.plan import Plan
 from portattn.schema.problem import Problem
 
+TABLES = tables(__file__)
+
 PROBLEM = Problem(batch=2, heads_q=8, heads_k=8, seq_q=1024, seq_k=1024, head_dim=128)
 DECODE = Problem(op="decode_attention", batch=2, heads_q=8, heads_k=8, seq_q=1, seq_k=8192, head_dim=128)
 
-VALID = """\
-id      = "{id}"
-title   = "{title}"
-symptom = "{symptom}"
-kind    = "{kind}"
-
-[when]
-{when}
-
-[effect]
-{effect}
-
-[evidence]
-signature = "boom"
-quotes    = ["boom"]
-probe     = "none: planted by a test"
-upstream  = "unreported"
-source    = "planted by a test"
-{evidence}
-"""
+VALID = TABLES["valid"]
 
 
 def plant(

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from packaging.version import Version
+from places import tables
 
 from portattn import config
 from portattn.launch import native
@@ -28,6 +29,8 @@ from portattn.schema.toolchain import installed_toolchain
 from portattn.testing import tolerance
 from portattn.testing.tolerance import DTYPES, largest, random_call
 from portattn.worker.client import Worker
+
+TABLES = tables(__file__)
 
 __all__ = ["DTYPES", "largest", "random_call"]  # the library's own, for the tests beside the names below
 TILE = 16  # the smallest tile: small problems still have several
@@ -179,31 +182,7 @@ def assert_right(call: Call, out: torch.Tensor, lse: torch.Tensor | None, extra:
 
 
 # What a planted compiler does once it has announced the stage `ttgir`; `say` sends a line of the protocol.
-BEHAVIOURS = {
-    "ok": 'say({"ok": True, "facts": {"scratchpad_bytes": 1024, "num_warps": 4, "spills": 0}})',
-    "error": 'say({"ok": False, "stage": "ttgir", "kind": "RuntimeError", "message": "PassManager::run failed\\nmore",'
-    ' "log": "Traceback"})',
-    "crash": 'sys.stderr.write("python: TypeConverter.cpp:42: Assertion `!repl` failed.\\n"); sys.stderr.flush(); '
-    "os.kill(os.getpid(), signal.SIGABRT)", "crash once": "first() and os.kill(os.getpid(), signal.SIGABRT); "
-    'say({"ok": True, "facts": {"scratchpad_bytes": 1024, "num_warps": 4, "spills": 0}})',
-    "a program of its dies once": 'say({"ok": False, "stage": "ttadapter", "kind": "RuntimeError", "message": '
-    '"triton-adapter-opt died of signal 6\\nAssertion", "log": "Traceback"} if first() else '
-    '{"ok": True, "facts": {"scratchpad_bytes": 1024, "num_warps": 4, "spills": 0}})', "exit": "os._exit(3)",
-    "hang": "time.sleep(60)", "too large": 'say({"ok": True, "facts": {"scratchpad_bytes": 10**9, "num_warps": 4}})',
-    "no json": 'print("Segmentation fault?", flush=True)',
-    "full disk": 'say({"ok": False, "stage": "ttgir", "kind": "OSError", "message": '
-    '"[Errno 28] No space left on device", "log": "Traceback"})',
-    "full disk once": 'say({"ok": False, "stage": "ttgir", "kind": "OSError", "message": '
-    '"[Errno 28] No space left on device", "log": "Traceback"} if first() else '
-    '{"ok": True, "facts": {"scratchpad_bytes": 1024, "num_warps": 4, "spills": 0}})',
-    "no ptxas": 'say({"ok": False, "stage": "cubin", "kind": "RuntimeError", "message": "Cannot find ptxas"})',
-    "out of memory": 'say({"ok": False, "stage": "ttgir", "kind": "MemoryError", "message": ""})',
-    "a file too large": "signal.signal(signal.SIGXFSZ, signal.SIG_DFL); "
-    "resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10)); "
-    "[os.write(file, b'x' * 10) for file in [os.open(__file__ + '.x', 65)] * 2]",
-    "killed": "os.kill(os.getpid(), signal.SIGKILL)", "bus error": "os.kill(os.getpid(), signal.SIGBUS)",
-    "closes its answers": "os.close(1); time.sleep(60)",
-}  # fmt: skip
+BEHAVIOURS = TABLES["behaviours"]
 
 
 class PlantedWorker:

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
+from places import tables
 
 import portattn
 from portattn.api.argument_errors import TABLES, ArgumentRow, Table, register, require, unknown_argument
@@ -56,51 +57,7 @@ def test_a_row_names_what_there_is(table: Table, row: ArgumentRow) -> None:
 
 
 # What somebody who comes from another library writes, in which operation, and what must be said.
-WRITTEN = [
-    ("attention", "is_causal", 'causal="top_left"'), ("attention", "attn_mask", "mask: True = attend"),
-    ("attention", "attn_mask", "bias"), ("attention", "softmax_scale", "-> scale"),
-    ("attention", "enable_gqa", "not needed"), ("attention", "window_size", "window=(left, right)"),
-    ("attention", "attn_bias", "attn_bias=LowerTriangularMask() -> causal="), ("attention", "sm_scale", "-> scale"),
-    ("attention", "logits_soft_cap", "-> softcap"),
-    ("attention", "cu_seqlens_q", "an argument of varlen_attention, paged_attention, mla_attention"),
-    ("attention", "max_seqlen_q", "an argument of varlen_attention"),
-    ("attention", "block_table", "page_table is an argument of paged_attention, sparse_attention, mla_attention"),
-    ("attention", "page_table", "an argument of paged_attention"),
-    ("attention", "out", "portattn.prepare('attention', ...).run(..., out=out)"),
-    ("attention", "sclae", "did you mean scale?"),
-    ("attention", "zzz", "it takes q, k, v, q_scale, k_scale, v_scale, scale, causal, window"),
-    ("decode_attention", "dropout_p", "an argument of attention, varlen_attention"),
-    ("decode_attention", "cache_seqlens", "-> seqlens_k"), ("decode_attention", "k", "or did you mean k_cache?"),
-    ("decode_attention", "block_table", "-> page_table, of paged_attention"),
-    ("paged_attention", "block_table", "-> page_table, of paged_attention"),
-    ("paged_attention", "indptr", "PageTable.from_csr(indptr, indices, last_page_len)"),
-    ("paged_attention", "kv_layout", 'page_layout="phd"'),
-    ("sparse_attention", "causal", "an argument of attention, varlen_attention, decode_attention"),
-    ("mla_attention", "sm_scale", "-> scale"), ("merge_states", "s", "-> lses"),
-    ("attention", "score_mod", "scores change by bias, alibi_slopes and softcap alone"),
-    ("attention", "mask_mod", "-> mask; better causal, window or seqlens_k"),
-    ("attention", "attention_mask", "mask=attention_mask[:, None, None, :].bool()"),
-    ("attention", "key_padding_mask", "mask=~key_padding_mask[:, None, None, :]"),
-    ("attention", "deterministic", "no: portattn.settings(deterministic=True)"),
-    ("attention", "return_attn_probs", "-> return_lse=True"), ("attention", "s_aux", "-> sinks"),
-    ("attention", "p", "from xformers: p -> dropout_p"), ("attention", "k_cache", "an argument of decode_attention"),
-    ("varlen_attention", "learnable_sink", "-> sinks"), ("varlen_attention", "scaling", "-> scale"),
-    ("varlen_attention", "p", "from xformers: p -> dropout_p"),
-    ("varlen_attention", "seqused_k", "with packed queries, of paged_attention"),
-    ("varlen_attention", "block_tables", "page_table is an argument of paged_attention"),
-    ("varlen_attention", "num_splits", "an argument of decode_attention, paged_attention"),
-    ("decode_attention", "cache_batch_idx", "page_table=cache_batch_idx[:, None]"),
-    ("decode_attention", "v", "append_kv or write_pages writes them first"),
-    ("paged_attention", "rotary_cos", "append_kv and write_pages rotate new keys"),
-    ("attention", "q_descale", "-> q_scale, k_scale, v_scale"), ("decode_attention", "seqused_k", "-> seqlens_k"),
-    ("decode_attention", "pack_gqa", "not needed"),
-    ("decode_attention", "kv_indices", "page_table is an argument of paged_attention"),
-    ("paged_attention", "k_cache", "-> k_pages, v_pages of paged_attention"),
-    ("paged_attention", "page_size", "not needed: the pages' shape says it"),
-    ("paged_attention", "kv_last_page_len", "PageTable.from_csr"),
-    ("paged_attention", "custom_mask", "-> mask, broadcast to (B, Hq, Sq, Sk)"),
-    ("paged_attention", "window_size", "-> window=(left, right)"),
-]  # fmt: skip
+WRITTEN = tables(__file__)["written"]
 
 
 @pytest.mark.parametrize(("op", "name", "said"), WRITTEN, ids=[f"{op} {name}" for op, name, _ in WRITTEN])

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from places import TESTS
+from places import TESTS, tables
 from test_compiling import planned, requests_in
 
 import portattn
@@ -30,76 +30,7 @@ def error(kind: str, message: str, stage: str = "ttgir", log: str = "") -> Reply
     return Reply(outcome="error", stage=stage, kind=kind, message=message, log=log)
 
 
-def crash(kind: str, stage: str = "ttgir", log: str = "") -> Reply:
-    return Reply(outcome="crash", stage=stage, kind=kind, message=kind, log=log)
-
-
-def hang(stage: str) -> Reply:
-    return Reply(outcome="hang", stage=stage, kind="timeout", message="no answer in 3 s")
-
-
-ADAPTER = "Command '['/x/triton-adapter-opt', '/tmp/a/kernel.ttir.mlir']'"
-CASES: list[tuple[Reply, Standing]] = [
-    # What compilers say of a program.
-    (error("CompilationError", "at 3:4:\n    x = tl.dot(a, b)\nValueError('shapes')", "ttir"), "lasting"),
-    (error("CompileTimeAssertionFailure", "at 3:4: assert D <= 512", "ttir"), "lasting"),
-    (error("UnsupportedLanguageConstruct", "at 3:4: break", "ttir"), "lasting"),
-    (error("OutOfResources", "out of resource: shared memory, required 300000", "load"), "lasting"),
-    (error("PTXASError", "PTXAS error: Internal Triton PTX codegen error\nptxas error   : x"), "lasting"),
-    (error("PTXASError", "PTXAS error: `ptxas` failed with error code 255", "load"), "lasting"),
-    (error("PTXASError", "PTXAS error: `ptxas` raised SIGSEGV\n`ptxas` stderr:"), "lasting"),
-    (error("RuntimeError", "PassManager::run failed"), "lasting"),
-    (error("RuntimeError", "kernel.py:12:4: error: failed to legalize operation 'tt.dot'"), "lasting"),
-    (error("RuntimeError", "triton-adapter-opt died of signal 6\nAssertion", "ttadapter"), "lasting"),
-    (error("RuntimeError", "triton-adapter-opt exit status 1\nloc(x): error: bad", "ttadapter"), "lasting"),
-    (error("CalledProcessError", f"{ADAPTER} returned non-zero exit status 1.", "load"), "lasting"),
-    (error("MLIRCompilationError", "ub overflow, requires 2097152 bits", "load"), "lasting"),
-    (error("IndexError", "map::at", "llir"), "lasting"),
-    (crash("SIGABRT", log="python: A.cpp:42: Assertion `x' failed."), "lasting"), (crash("SIGSEGV"), "lasting"),
-    (crash("SIGILL", "llir"), "lasting"), (crash("SIGFPE", "ptx"), "lasting"),
-    (crash("exit status 1", log="LLVM ERROR: Cannot select: intrinsic %llvm.x"), "lasting"), (hang("ttgir"), "timeout"),
-    (hang("cubin"), "timeout"),
-    # What the machine does.
-    (error("OSError", "[Errno 28] No space left on device: '/tmp/x'"), "passing"),
-    (error("OSError", "[Errno 27] File too large"), "passing"),
-    (error("OSError", "[Errno 122] Disk quota exceeded"), "passing"),
-    (error("OSError", "[Errno 24] Too many open files"), "passing"),
-    (error("PermissionError", "[Errno 13] Permission denied: '/root/.triton'"), "passing"),
-    (error("FileExistsError", "[Errno 17] File exists: '/tmp/x'"), "passing"),
-    (error("FileNotFoundError", "[Errno 2] No such file or directory: 'ptxas'"), "passing"),
-    (error("MemoryError", ""), "passing"),
-    (error("ImportError", "libcuda.so.1: cannot open shared object file", "import"), "passing"),
-    (error("ModuleNotFoundError", "No module named 'triton'", "parse"), "passing"),
-    (error("RuntimeError", "Cannot find ptxas"), "passing"),
-    (error("RuntimeError", "Failed to find C compiler. Please specify via CC environment variable", "load"), "passing"),
-    (error("CalledProcessError", "Command '['/usr/bin/gcc', 'main.c']' returned non-zero exit status 1.", "load"),
-     "passing"),
-    (error("CalledProcessError", f"{ADAPTER} returned non-zero exit status 127.", "load"), "passing"),
-    (error("CalledProcessError", f"{ADAPTER} died with <Signals.SIGXFSZ: 25>.", "load"), "passing"),
-    (error("AssertionError", ""), "passing"),
-    (error("TypeError", "make_ttir() takes 4 positional arguments but 5 were given", "ttir"), "passing"),
-    (error("ProtocolError", "the worker answered nonsense"), "passing"),
-    (error("ProtocolError", "unknown task", "protocol"), "passing"), (hang("start"), "passing"),
-    (hang("import"), "passing"), (crash("SIGKILL"), "passing"),
-    (crash("SIGTERM"), "passing"), (crash("SIGINT"), "passing"),
-    (crash("SIGXFSZ"), "passing"), (crash("SIGXCPU"), "passing"),
-    (crash("SIGBUS"), "passing"), (crash("SIGSEGV", "import"), "passing"),
-    (crash("SIGSEGV", "read"), "passing"), (crash("exit status 1"), "passing"),
-    (crash("exit status 3", log="Killed"), "passing"), (crash("FileNotFoundError", "start"), "passing"),
-    # The machine's failure in a compiler's shape.
-    (crash("SIGABRT", log="terminate called after throwing an instance of 'std::bad_alloc'"), "passing"),
-    (crash("SIGABRT", log="LLVM ERROR: out of memory\nStack dump:"), "passing"),
-    (crash("exit status 1", log="LLVM ERROR: IO failure on output stream: No space left on device"), "passing"),
-    (error("PTXASError", "PTXAS error: ptxas fatal   : Output file '/tmp/x' could not be opened"), "passing"),
-    (error("PTXASError", "PTXAS error: ptxas fatal : Memory allocation failure"), "passing"),
-    (error("PTXASError", "PTXAS error: `ptxas` raised SIGKILL"), "passing"),
-    (error("PTXASError", "PTXAS error: `ptxas` failed with error code -9"), "passing"),
-    (error("PTXASError", "error code 127: ptxas: error while loading shared libraries: libz.so"), "passing"),
-    (error("CompilationError", "at 3:4:\nMemoryError()", "ttir"), "passing"),
-    (error("CompilationError", "at 3:4:\nOSError(28, 'No space left on device')", "ttir"), "passing"),
-    (error("RuntimeError", "PassManager::run failed", log="error: cannot write: No space left on device"), "passing"),
-    (error("MLIRCompilationError", "ASCEND_HOME_PATH is not set, source set_env.sh first", "load"), "passing"),
-]  # fmt: skip
+CASES: list[tuple[Reply, Standing]] = [(Reply(**reply), expected) for expected, reply in tables(__file__)["cases"]]
 
 
 @pytest.mark.parametrize(("reply", "expected"), CASES, ids=lambda case: getattr(case, "kind", case))

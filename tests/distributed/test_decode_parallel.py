@@ -6,12 +6,15 @@ from typing import Any
 import decode_ranks
 import pytest
 import torch
+from places import tables
 from rank_processes import Ranks
 
 import portattn
 from portattn.distributed import CacheShard, collectives
 from portattn.distributed.cache_shard import PartialCall
 from portattn.errors import ArgumentError
+
+TABLES = tables(__file__)
 
 Start = Callable[[int], Ranks]
 
@@ -81,24 +84,7 @@ def test_ranks_without_memory_for_a_sequence(ranks: Start) -> None:
         assert max(found.values()) < 1e-6, found
 
 
-@pytest.mark.parametrize(("change", "text"), [
-    ("interleave", "interleave is 1 on ranks 0 to 2, 2 on rank 3, but must be the same on every rank"),
-    ("no interleave", "interleave is 0, but must be an integer ≥ 1 (rank 3)"),
-    ("mesh", "mesh is 'dp, cp', but must have one dimension"),
-    ("lengths", "seqlens_k is [7, 20] on ranks 0 to 2, [6, 19] on rank 3"),
-    ("queries", "q is [((2, 4, 1, 16), torch.float32)] on ranks 0 to 2"),
-    ("scale", "scale is not given on ranks 0 to 2, 0.5 on rank 3"),
-    ("one bad cache", "v_cache's seq is 3, but must be k_cache's, 10 (rank 3)"),
-    ("no lengths", "seqlens_k is None, but must be given"),
-    ("bias", "bias is (2, 4, 1, 10), but is not supported over a sharded cache"),
-    ("chunk", "chunk is 4, but is not supported over a sharded cache"),
-    ("mask", "mask is (2, 4, 1, 10), but is not supported over a sharded cache"),
-    ("tree_mask", "tree_mask is (2, 4, 1, 10), but is not supported over a sharded cache"),
-    ("leftpad_k", "leftpad_k is (2, 4, 1, 10), but is not supported over a sharded cache"),
-    ("gradient", "requires_grad is True, but has no gradient over a sharded cache"),
-    ("unknown", "decode_attention has no argument 'foo': it takes q, k_cache"),
-    ("heads", "heads_q is 2, but must be a multiple of the 4 ranks"),
-])  # fmt: skip
+@pytest.mark.parametrize(("change", "text"), TABLES["every_rank_raises_the_same_error"])
 def test_every_rank_raises_the_same_error(ranks: Start, change: str, text: str) -> None:
     found = ranks(4).run(decode_ranks.raised, change)
     assert text in found[0]

@@ -5,54 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from places import tables
 
 from portattn.errors import DataError
 from portattn.planning.quirk_files import check_file, load_quirk
 from portattn.planning.registry import Registry, find_backends
 from portattn.tools.quirks import audit
 
-GOOD = """\
-id      = "rocm-0042-planted"
-title   = "planted"
-symptom = "compile-error"
-kind    = "workaround"
+TABLES = tables(__file__)
 
-[when]
-backend   = "rocm"
-arch      = ["gfx942"]
-toolchain = { triton = ">=3.4,<3.5" }
-kernels   = ["dense_forward"]
-features  = ["head_dim>64"]
-lowering  = { load = "pointer" }
-launch    = { num_stages = ">=3", kpack = 2 }
-
-[effect]
-launch = { num_stages = 2 }
-cost   = "little"
-
-[evidence]
-signature = "boom"
-probe     = "none: planted by a test"
-upstream  = "unreported"
-source    = "planted by a test"
-
-[[verified]]
-toolchain = "triton==3.4.0"
-target    = "rocm:gfx942"
-level     = "compiles"
-off       = "fail:signature"
-on        = "pass"
-date      = 2026-11-21
-
-[[verified]]
-toolchain = "triton==3.4.1"
-target    = "rocm:gfx942"
-level     = "compiles"
-off       = "pass"
-on        = "pass"
-date      = 2026-11-22
-"""
-RETIRED = '[retired]\ndate = 2026-11-21\nreason = "x"\n'
+GOOD = TABLES["good"]
 BACKENDS = ("cuda", "rocm", "ascend", "cpu")
 
 
@@ -73,95 +35,7 @@ def test_reads_every_key(tmp_path: Path) -> None:
     assert quirk.file == str(path)
 
 
-# (what is replaced, by what, the text whose line is named, the key that is named, part of the complaint)
-BROKEN = [
-    ('title   = "planted"', 'titel = "planted"', "titel", "titel", "unknown key `titel`"),
-    ('arch      = ["gfx942"]', 'arches = ["gfx942"]', "arches", "when.arches", "unknown key"),
-    ('cost   = "little"', 'price = "little"', "price", "effect.price", "unknown key"),
-    ('upstream  = "unreported"', 'up = "x"', "up = ", "evidence.up", "unknown key"),
-    ('kind    = "w', 'file = "x"\nkind    = "w', "file = ", "file", "unknown key `file`"),
-    ('kind    = "workaround"\n', "", None, None, "lacks the key `kind`"),
-    ("[effect]\nlaunch = { num_stages = 2 }\ncost   = \"little\"\n", "", None, None, "`effect`"),
-    ('source    = "planted by a test"', "", "[evidence]", "evidence", "lacks the key `source`"),
-    ('source    = "planted by a test"', 'source = " "', "source = ", "evidence.source", "is empty"),
-    ('"compile-error"', '"broken"', "symptom", "symptom", "broken"), ('"workaround"', '"hack"', "kind", "kind", "hack"),
-    ('arch      = ["gfx942"]', 'arch = "gfx942"', "arch = ", "when.arch", "array"),
-    ('level     = "compiles"\noff       = "pass"', 'level = "sure"\noff = "pass"', "level = ", "verified.1.level",
-     "sure"),
-    ('title   = "planted"', 'title = "a\\n::error::b"', "title = ", "title", "must be one line"),
-    ('title   = "planted"', 'title = ""', "title = ", "title", "is empty"),
-    ('"rocm-0042-planted"', '"rocm-42-planted"', "id      =", "id", "is not <backend>"),
-    ('"rocm-0042-planted"', '"cuda-0042-planted"', "id      =", "id", "does not start"),
-    ('"rocm-0042-planted"', '"rocm-0043-planted"', "id      =", "id", "file's name"),
-    ('backend   = "rocm"\n', "", "id      =", "id", "does not start with any-"),
-    ('{ triton = ">=3.4,<3.5" }', '{ trition = ">=3.4" }', "toolchain = { trition", "when.toolchain.trition",
-     "unknown; known: triton"),
-    ('">=3.4,<3.5"', '"3.4 to 3.5"', "3.4 to 3.5", "when.toolchain.triton", "PEP 440"),
-    ('triton = ">=3.4,<3.5"', 'triton = "<3.5", triton-ascend = "<3.3"', "toolchain = { triton", "when.toolchain",
-     "two compilers"),
-    ('"head_dim>64"', '"headdim>64"', "headdim", "when.features", "unknown name 'headdim'"),
-    ('{ load = "pointer" }', '{ loads = "pointer" }', "loads", "when.lowering.loads", "unknown choice"),
-    ('{ load = "pointer" }', '{ load = "tma" }', "tma", "when.lowering.load", "not one of pointer"),
-    ('num_stages = ">=3"', 'stages = ">=3"', 'stages = ">=3"', "when.launch.stages", "unknown; known"),
-    ('">=3"', '">= 3"', '">= 3"', "when.launch.num_stages", "not of type int"),
-    ("launch = { num_stages = 2 }", "", "[effect]", "effect", "exactly one of"),
-    ("launch = { num_stages = 2 }", 'launch = { num_stages = 2 }\npath = "vendor"', "[effect]", "effect",
-     "has launch, path"),
-    ("launch = { num_stages = 2 }", "launch = {}", "launch = {}", "effect.launch", "is empty"),
-    ("launch = { num_stages = 2 }", 'note = ""', "note = ", "effect.note", "is empty"),
-    ("launch = { num_stages = 2 }", 'lowering = { loads = "x" }', "loads", "effect.lowering.loads", "unknown choice"),
-    ("launch = { num_stages = 2 }", "launch = { warps = 2 }", "warps", "effect.launch", "unknown launch value 'warps'"),
-    ('num_stages = ">=3"', 'rows_stages = ">=3"', "rows_stages", "when.launch.rows_stages",
-     "elsewhere num_stages is set"),
-    ("launch = { num_stages = 2 }", "launch = { rows_m = 64 }", "rows_m", "effect.launch", "elsewhere block_m is set"),
-    ("launch = { num_stages = 2 }", "launch = { num_warps = 3 }", "num_warps = 3", "effect.launch", "power of two"),
-    ("launch = { num_stages = 2 }", "launch = { maxnreg = 250 }", "launch = { maxnreg", "effect.launch",
-     "launch maxnreg is an option of cuda, and not of rocm"),
-    ("kpack = 2 }", "maxnreg = 250 }", "maxnreg", "when.launch.maxnreg", "an option of cuda, and not of rocm"),
-    ("launch = { num_stages = 2 }", 'variant = "hopper"', "variant", "effect.variant", "unknown key"),
-    ("launch = { num_stages = 2 }", 'env = { HOME = "/" }', "HOME", "effect.env.HOME", "unknown"),
-    ("launch = { num_stages = 2 }", 'path = "triton"', "path = ", "effect.path", "triton"),
-    ('"boom"', '"boom("', "boom(", "evidence.signature", "not a regular expression"),
-    ('signature = "boom"\nprobe     = "none: planted by a test"\n',
-     'probe     = "plan: attention --target rocm:gfx942"\n', "[evidence]", "evidence.signature", "is needed"),
-    ('signature = "boom"\n', 'signature = "boom"\nstage = "linking"\n', "linking", "evidence.stage",
-     "'linking' is not one of parse, ttir"),
-    ('signature = "boom"\n', 'stage = "parse"\n', "stage = ", "evidence.stage",
-     "goes with a signature, and there is none"),
-    ('signature = "boom"\n', 'quotes = ["x"]\n', "quotes", "evidence.quotes",
-     "goes with a signature, and there is none"),
-    ('signature = "boom"\n', 'signature = "boom"\nseen_on = ["gcc==14"]\n', "seen_on", "evidence.seen_on",
-     "with a known name"),
-    ('signature = "boom"\n', 'signature = "boom"\nseen_on = ["triton=>3"]\n', "seen_on", "evidence.seen_on",
-     "'triton=>3'"),
-    ('"none: planted by a test"', '"none:"', "probe", "evidence.probe", "needs its reason"),
-    ('"none: planted by a test"', '"a script of mine"', "probe", "evidence.probe", '"probes/<name>.py"'),
-    ('"none: planted by a test"', '"plan"', "probe", "evidence.probe", '"probes/<name'),
-    ('"none: planted by a test"', '"script: mine"', "probe", "evidence.probe", '"probes/<'),
-    ('"none: planted by a test"', '"probes/x.py: mine"', "probe", "evidence.probe", '"probes/<'),
-    ('"none: planted by a test"', '"probes/absent.py"', "probe", "evidence.probe", "absent.py does not exist"),
-    ('"none: planted by a test"', '"probes/../x.py"', "probe", "evidence.probe", "is not"),
-    ('"none: planted by a test"', '"plan: "', "probe", "evidence.probe", "needs its problem"),
-    ('upstream  = "unreported"', 'upstream = "x"\nneeds = "gfx942"', "needs", "evidence.needs", "is not BACKEND:ARCH"),
-    ('upstream  = "unreported"', 'upstream = "x"\nneeds = "cuda:sm_90"', "needs", "evidence.needs",
-     "is no device of rocm"),
-    ('upstream  = "unreported"', 'upstream = "x"\nneeds = "rocm:*"', "needs", "evidence.needs", "goes with a probe"),
-    ('upstream  = "unreported"', 'upstream = "x"\nstand_in = "3.1"', "stand_in", "evidence.stand_in", "NAME==VERSION"),
-    ("[[verified]]", '[retired]\ndate = 2026-11-21\nreason = ""\n\n[[verified]]', "reason", "retired.reason",
-     "is empty"),
-    ("[[verified]]", '[retired]\nreason = "x"\n\n[[verified]]', "[retired]", "retired", "lacks the key `date`"),
-    ("[[verified]]", RETIRED + 'fixed_in = "3.9"\n\n[[verified]]', "fixed_in", "retired.fixed_in", "NAME==VERSION"),
-    ("[[verified]]", RETIRED + 'replaced_by = "rocm-1"\n\n[[verified]]', "replaced_by", "retired.replaced_by",
-     "is not <backend>"),
-    ('upstream  = "unreported"', 'upstream = "x"\nlast_seen = "3.4.0"', "last_seen", "evidence.last_seen",
-     "NAME==VERSION"),
-    ('upstream  = "unreported"', 'upstream = "x"\nlast_seen = "triton==3.4.0,ptxas==12.8"', "last_seen",
-     "evidence.last_seen", "PEP 440"),
-    ('">=3.4,<3.5"', '">=3.4"', "[evidence]", "evidence.review_by", "no upper bound"),
-    ('kind    = "workaround"', 'kind    = "workaround', "kind  ", None, "not TOML"),
-    ("[effect]", "[effect", "[effect", None, "not TOML"),
-    ('kind    = "workaround"', 'kind = "limit"\nkind = "limit"', None, None, "not TOML"),
-]  # fmt: skip
+BROKEN = TABLES["broken"]
 
 
 @pytest.mark.parametrize("case", BROKEN, ids=lambda case: str(case[4]))

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from places import tables
 from quirk_files import plant
 
 import portattn
@@ -17,6 +18,8 @@ from portattn.planning.planner import plan
 from portattn.planning.quirk_files import load_quirks
 from portattn.planning.registry import Registry, find_backends, look_around
 from portattn.schema.target import Arch
+
+TABLES = tables(__file__)
 
 KNOWN = Registry.load()
 TAIL = "sm89 (cuda:sm_89), sm80 (cuda:sm_80)"
@@ -272,26 +275,7 @@ def test_a_target_by_the_name_that_people_use(text: str, name: str) -> None:
 
 
 # What nvidia-smi, torch.cuda.get_device_name, rocminfo, amd-smi and npu-smi print.
-PRINTED = {
-    "cuda:sm_80": ["NVIDIA A100-SXM4-80GB", "NVIDIA A100-PCIE-40GB", "NVIDIA A100 80GB PCIe", "NVIDIA A30",
-                   "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "A100-SXM4-40GB"],
-    "cuda:sm_86": ["NVIDIA A10", "NVIDIA A10G", "NVIDIA A40", "NVIDIA A2", "NVIDIA RTX A6000",
-                   "NVIDIA GeForce RTX 3090 Ti", "NVIDIA GeForce RTX 3060 Laptop GPU", "Orin (nvgpu)"],
-    "cuda:sm_89": ["NVIDIA L4", "NVIDIA L40", "NVIDIA L40S", "NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 4090 D",
-                   "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA RTX 6000 Ada Generation"],
-    "cuda:sm_90": ["NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA H200", "NVIDIA H200 NVL",
-                   "NVIDIA H20", "NVIDIA H800", "NVIDIA GH200 480GB", "9.0", "cuda:NVIDIA H100 PCIe"],
-    "cuda:sm_100": ["NVIDIA B200", "NVIDIA GB200"], "cuda:sm_103": ["NVIDIA B300", "NVIDIA GB300"],
-    "cuda:sm_110": ["NVIDIA Thor"],
-    "cuda:sm_120": ["NVIDIA GeForce RTX 5090", "NVIDIA RTX PRO 6000 Blackwell Workstation Edition",
-                    "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition"],
-    "cuda:sm_121": ["NVIDIA GB10"], "rocm:gfx90a": ["AMD Instinct MI210", "AMD Instinct MI250X / MI250"],
-    "rocm:gfx942": ["AMD Instinct MI300X", "AMD Instinct MI300X VF", "AMD Instinct MI325X"],
-    "rocm:gfx950": ["AMD Instinct MI355X"], "rocm:gfx1100": ["AMD Radeon RX 7900 XTX", "AMD Radeon PRO W7900"],
-    "rocm:gfx1151": ["AMD Radeon 8060S Graphics", "AMD Radeon(TM) 8060S Graphics"],
-    "rocm:gfx1201": ["AMD Radeon RX 9070 XT"], "ascend:ascend910b2": ["Ascend 910B", "Ascend910B2"],
-    "ascend:ascend910b3": ["Ascend910B3", "Ascend 910B3"], "ascend:ascend910_93": ["Ascend910_9391"],
-}  # fmt: skip
+PRINTED = TABLES["printed"]
 
 
 @pytest.mark.parametrize(("name", "text"), [(name, text) for name, texts in PRINTED.items() for text in texts])

@@ -6,6 +6,7 @@ import re
 
 import msgspec
 import pytest
+from places import tables
 from support import problem
 
 from portattn import DataError, Registry
@@ -16,18 +17,9 @@ from portattn.schema.problem import Problem
 from portattn.schema.toml_reader import convert, line_of, read
 from portattn.schema.toolchain import Toolchain
 
-TEXT = """\
-title = "x"          # 1
-[when]               # 2
-arch = ["a"]         # 3
-[when.toolchain]     # 4
-triton = "<3"        # 5
+TABLES = tables(__file__)
 
-[[verified]]         # 7
-level = "runs"       # 8
-[[verified]]         # 9
-"level" = "compiles" # 10
-"""
+TEXT = TABLES["text"]
 
 
 @pytest.mark.parametrize(
@@ -174,18 +166,7 @@ def test_all_must_hold():
     assert conditions.all_hold([], FEATURES)
 
 
-@pytest.mark.parametrize(
-    ("text", "complaint"),
-    [
-        ("", "is not a flag"), ("head_dim >> 3", "is not a flag"), ("Causal", "is not a flag"),
-        ("casual", "unknown flag 'casual'"), ("head_dim", "unknown flag 'head_dim'"),
-        ("!head_dim>3", "negates a comparison"), ("head_dim>wide", "compares the number head_dim with 'wide'"),
-        ("head_dim>64|128", "lists values"), ("headdim>3", "unknown name 'headdim'"),
-        ("causal=1", "unknown name 'causal'"), ("dtype=fp64", "dtype is compared"), ("dtype>fp16", "dtype is compared"),
-        ("page_layout=dhp", "page_layout is compared"), ("page_size", "unknown flag 'page_size'"),
-        ("window>3", "unknown name 'window'"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "complaint"), TABLES["refuses"])
 def test_refuses(text, complaint):
     with pytest.raises(ValueError, match=complaint):
         conditions.parse(text)
@@ -261,21 +242,7 @@ def test_the_first_entry_that_holds(tmp_path):
     assert tuning.find("decode_split", features(), TRITON) is None
 
 
-RANGES = """
-[[entry]]
-kernel = "dense_forward"
-toolchain = { triton = ">=3.8" }
-launch = { block_m = 64 }
-
-[[entry]]
-kernel = "dense_forward"
-toolchain = { triton = ">=3.6", ptxas = ">=13" }
-launch = { block_m = 16 }
-
-[[entry]]
-kernel = "dense_forward"
-launch = { block_m = 32 }
-"""
+RANGES = TABLES["ranges"]
 
 
 @pytest.mark.parametrize(

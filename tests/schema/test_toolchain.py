@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import support
+from places import tables
 
 from portattn.errors import DataError
 from portattn.planning.registry import Registry, parse_target
@@ -22,6 +23,8 @@ from portattn.schema.toolchain import (
 )
 from portattn.tools.quirks.draft_texts import tracker_of
 from portattn.tools.quirks.recognise import _version, _versions
+
+TABLES = tables(__file__)
 
 
 def test_parse():
@@ -239,23 +242,7 @@ def test_a_release_has_one_spelling(text, read):
 
 
 # Compilers as data: what a backend's compilers.toml may say, and who is asked for a name.
-WHOLE = """
-[triton-musa]
-aliases = ["mtt-triton"]
-package = "triton_musa"
-spelling = '^v?(\\d+\\.\\d+)-r\\d+'
-tried = ">=3.1,<3.2"
-released = ["3.1.0", "3.2.0"]
-stages = ["mubin"]
-variables = ["MUSA_OPT"]
-tracker = "https://example.com/issues"
-
-[triton-musa.lab]
-releases = ["3.1.0"]
-python = ">=3.10,<3.11"
-also = { numpy = ">=3" }
-index = "https://example.com/simple"
-"""
+WHOLE = TABLES["whole"]
 
 
 @pytest.fixture
@@ -291,24 +278,7 @@ def test_a_file_that_is_whole(brought):
     assert _version("Successfully installed triton_musa-3.1.0", _versions()["triton-musa"]).value == "3.1.0"
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "said"),
-    [
-        ("[triton-musa]\n", "x = 3\n[triton-musa]\n", "2: key 'x': every compiler is a table"),
-        ("package", "colour = 1\npackage", "4: key 'triton-musa.colour': the table has the unknown key `colour`"),
-        ("package", "name = 'x'\npackage", "4: key 'triton-musa.name': is not stated: it follows from the file"),
-        ('"mtt-triton"', '"MTT"', "3: key 'triton-musa.aliases': 'MTT' is no distribution's name"),
-        ('"triton_musa"', '"triton-musa"', "4: key 'triton-musa.package': 'triton-musa' is not the name of a folder"),
-        ("'^v?(", "'(^v?(", "5: key 'triton-musa.spelling': not a regular expression"),
-        ("'^v?(\\d+\\.\\d+)-", "'^v?\\d+-", "5: key 'triton-musa.spelling': '^v?\\\\d+-r\\\\d+' has no group"),
-        ('">=3.1,<3.2"', '"new"', "6: key 'triton-musa.tried': 'new' is not a PEP 440 version range"),
-        ('["3.1.0", "3', '["old", "3', "7: key 'triton-musa.released': 'old' is not a PEP 440 version"),
-        ('releases = ["3.1.0"]', 'releases = ["x"]', "13: key 'triton-musa.lab.releases': 'x' is not a PEP 440"),
-        ('">=3.10,<3.11"', '"3.10"', "14: key 'triton-musa.lab.python': '3.10' is not a PEP 440 version range"),
-        ('">=3" }', '"x" }', "15: key 'triton-musa.lab.also': 'x' is not a PEP 440 version range"),
-        ("index", "indices", "16: key 'triton-musa.lab.indices': the table has the unknown key `indices`"),
-    ],
-)
+@pytest.mark.parametrize(("old", "new", "said"), TABLES["a_broken_file_is_named_with_its_line"])
 def test_a_broken_file_is_named_with_its_line(tmp_path, old, new, said):
     path = tmp_path / "compilers.toml"
     assert old in WHOLE

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from places import tables
 
 from portattn.launch import KernelCall
 from portattn.planning.registry import parse_target
@@ -14,44 +15,12 @@ from portattn.tools.tune.classes import parse, workload
 from portattn.worker.machine_code import instructions_a_megaflop, key_loops, pass_through
 from portattn.worker.machine_code import parse as read
 
+TABLES = tables(__file__)
+
 GFX942 = parse_target("rocm:gfx942", "triton==3.6.0")
 FIGURES = Path(__file__).parents[2] / "docs" / "performance" / "bound.json"
-AMD = """
-\t.amdgcn_target "amdgcn-amd-amdhsa--gfx942"
-kernel:
-\tv_mov_b32_e32 v0, 0
-.LBB0_1:                                ; =>This Inner Loop Header: Depth=1
-\tv_mov_b32_e32 v1, v0
-\ts_cbranch_scc1 .LBB0_1
-.LBB0_2:
-\tv_mfma_f32_32x32x8_bf16 a[0:15], v[0:1], v[2:3], 0
-\ts_cbranch_vccnz .LBB0_3
-\tv_cndmask_b32_e32 v9, v8, v7, vcc
-.LBB0_3:
-\tv_add_f32_e32 v20, v21, v22
-\tv_accvgpr_read_b32 v4, a3
-\tv_exp_f32_e32 v5, v4
-\tds_read2_b64 v[30:33], v6 offset1:16
-\tv_mfma_f32_16x16x16_f16 a[16:19], v[0:1], v[2:3], a[16:19]
-\ts_cbranch_scc1 .LBB0_2
-\ts_endpgm
-\t.amdhsa_wavefront_size32 0
-"""
-SASS = """
-\t.headerflags\t@"EF_CUDA_SM90"
-        /*0000*/                   MOV R1, R2 ;
-.L_x_1:
-        /*0010*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR20], RZ, !UPT, gsb0 ;
-        /*0020*/                   FADD R2, R3, R4 ;
-        /*0030*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
-        /*0040*/                   MUFU.EX2 R5, R6 ;
-        /*0050*/               @P1 MUFU.EX2 R7, R6 ;
-        /*0060*/                   FMNMX R8, R9, R10, !PT ;
-        /*0070*/                   LDSM.16.M88.4 R12, [R13] ;
-        /*0080*/                   HMMA.16816.F32.BF16 R24, R12, R14, R24 ;
-        /*0090*/               @P0 BRA `(.L_x_1) ;
-        /*00a0*/                   EXIT ;
-"""
+AMD = TABLES["amd"]
+SASS = TABLES["sass"]
 
 
 def test_the_key_loop_of_amdgcn_and_what_a_branch_may_skip():

@@ -5,8 +5,11 @@ import os
 import pytest
 import quirk_files
 from backend_packages import install
+from places import tables
 
 from portattn.planning.registry import Registry
+
+TABLES = tables(__file__)
 
 MARKED = """
     import pytest
@@ -31,20 +34,9 @@ def planted_quirk(tmp_path, monkeypatch):
 @pytest.mark.usefixtures("planted_quirk")
 @pytest.mark.parametrize(
     ("body", "outcomes", "said"),
-    [
-        ("assert portattn_target.name != 'cuda:sm_90', 'boom'", {"xfailed": 1, "passed": 1}, "XFAIL *: goes boom"),
-        ("raise RuntimeError('boom')", {"xfailed": 1, "failed": 1}, "XFAIL *cuda:sm_90*goes boom"),
-        ("raise RuntimeError('no memory')", {"failed": 2},
-         "expected to fail for cuda-9000-planted, and fails for *'boom'"),
-        ("pass", {"failed": 1, "passed": 1},
-         "passes, though cuda-9000-planted applies to cuda:sm_90 with * The quirk*"),
-        ("pytest.skip('not here')", {"skipped": 2}, "SKIPPED *not here"),
-        ("pytest.xfail('own reason')", {"xfailed": 2}, "XFAIL *own reason"),
-        ("try: raise RuntimeError('boom')\n        except RuntimeError as e: raise ValueError('more') from e",
-         {"xfailed": 1, "failed": 1}, "XFAIL *cuda:sm_90*"),
-    ],
+    TABLES["a_marked_test"],
     ids=["its reason", "everywhere", "another reason", "passes", "skips", "xfails", "a cause"],
-)  # fmt: skip
+)
 def test_a_marked_test(pytester, inner, body, outcomes, said):
     pytester.makepyfile(MARKED.format(body=body))
     result = inner(*TARGETS, "-rfxs")
@@ -199,37 +191,9 @@ def test_markers_are_registered(pytester, inner):
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [
-        (["--portattn-target=sm_1"], "--portattn-target is 'sm_1', but must be BACKEND:ARCH*"),
-        (["--portattn-target=,"], "--portattn-target is ',', but names no target"),
-        (["--portattn-target=T4"], "--portattn-target is 'cuda:sm_75', but is not supported: *"),
-        (["--portattn-target=sm_90", "--portattn-toolchain=triton"],
-         "--portattn-toolchain is 'triton', but must be NAME*"),
-        (["--portattn-target=sm_90", "--portattn-toolchain=triton-ascend==3.2.0"],
-         "--portattn-toolchain is 'triton-ascend==3.2.0', but compiles for none of the targets"),
-        (["--portattn-toolchain=triton==3.6.0"], "--portattn-toolchain needs --portattn-target: *"),
-        (["--portattn-conformance=nope"], "--portattn-conformance is 'nope', but must match an op*"),
-        (["--portattn-conformance=quick,full"], "--portattn-conformance is 'quick,full', but must name one of*"),
-        (["--portattn-conformance", "test_it.py"],
-         "--portattn-conformance is 'test_it.py', which is what pytest is to*"),
-        (["--portattn-baseline=b.toml"], "--portattn-baseline is about conformance cases, and needs*"),
-        (["--portattn-expected=e.toml"], "--portattn-expected is about conformance cases, and needs*"),
-        (["--portattn-conformance", "--portattn-baseline=b.toml"], "*b.toml: cannot be read: No such file*"),
-        (["--portattn-conformance", "--portattn-expected=broken.toml"], "*broken.toml:1: *"),
-        (["--portattn-conformance", "--portattn-expected=deep.toml"], "*deep.toml: *nested too deeply"),
-        (["--portattn-conformance", "--portattn-baseline=digits.toml"], "*digits.toml: not TOML: *"),
-        (["--portattn-fail-on=rde"], "--portattn-fail-on is 'rde', but must be one of note, not_run, red*"),
-        (["--portattn-conformance", "--portattn-fail-on=facts"],
-         "--portattn-fail-on is 'facts', but is a change, and needs --portattn-baseline to compare with"),
-        (["--portattn-seconds=0"], "--portattn-seconds is 0.0, but must be more than 0, *"),
-        (["--portattn-seconds=nan"], "--portattn-seconds is nan, but must be more than 0, *"),
-        (["--portattn-seconds=inf"], "--portattn-seconds is inf, but must be more than 0, and at most 1000000 s"),
-        (["portattn::rocm:gfx942"], "portattn::rocm:gfx942 is a conformance case, and needs --portattn-conformance"),
-        (["--portattn-target=sm_90", "--portattn-conformance=quick", "portattn::rocm:gfx942"],
-         "portattn::rocm:gfx942 names no conformance case of this run; --collect-only lists them"),
-    ],
+    TABLES["a_wrong_option_is_one_line"],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
-)  # fmt: skip
+)
 def test_a_wrong_option_is_one_line(pytester, inner, arguments, said):
     pytester.makepyfile(test_it="def test_it(): pass")
     deep, digits = "x = " + "[" * 3000 + "]" * 3000, f"x = {'9' * 5000}"

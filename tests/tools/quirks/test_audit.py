@@ -5,6 +5,7 @@ import time
 
 import msgspec
 import pytest
+from places import tables
 from quirk_files import plant, registry
 
 from portattn.planning.quirk_files import load_quirk
@@ -13,6 +14,8 @@ from portattn.schema.quirk import ProbeRun
 from portattn.tools.quirks import audit
 from portattn.tools.quirks.audit import new_location
 from portattn.tools.quirks.failure_log import patterns
+
+TABLES = tables(__file__)
 
 TODAY = datetime.date(2026, 11, 21)
 CAP = "launch = {{ num_stages = {} }}"
@@ -50,21 +53,7 @@ def test_review_date(tmp_path, due, severity):
         assert "review_by" in path.read_text().splitlines()[finding.line - 1]
 
 
-@pytest.mark.parametrize(
-    ("quirk_id", "effect", "when", "whole"),
-    [
-        ("rocm-0901-x", 'path = "reference"', 'toolchain = { triton = "<4" }', "rocm, also with triton==3.9.0"),
-        ("rocm-0901-x", 'path = "vendor"', "", "rocm, also with triton==3.9.0"),
-        ("cuda-0901-x", 'path = "vendor"', 'features = ["head_dim>=1"]', "cuda, also with triton==3.9.0"),
-        ("ascend-0901-x", 'path = "reference"', "", "ascend, also with triton-ascend==3.2.0"),
-        ("rocm-0901-x", 'path = "reference"', 'toolchain = { triton = "<3.9" }', ""),
-        ("rocm-0901-x", 'path = "reference"', 'arch = ["gfx942"]', ""),
-        ("rocm-0901-x", 'path = "reference"', 'kernels = ["dense_forward"]', ""),
-        ("rocm-0901-x", 'path = "reference"', 'features = ["head_dim>64"]', ""),
-        ("rocm-0901-x", 'path = "core"', "", ""),
-        ("rocm-0901-x", 'note = "x"', "", ""),
-    ],
-)
+@pytest.mark.parametrize(("quirk_id", "effect", "when", "whole"), TABLES["takes_a_whole_core"])
 def test_an_entry_that_takes_a_whole_backends_core_is_warned_of(tmp_path, quirk_id, effect, when, whole):
     seen = 'last_seen = "triton==3.6.0"\nseen_on = ["triton<4"]\nreview_by = 2027-06-01'  # as far as the ranges go
     path = plant(tmp_path, quirk_id, effect, when, evidence=seen)
@@ -120,30 +109,7 @@ def test_number_of_a_shipped_entry_is_used_once():
             assert path.stem.startswith(f"{folder.name}-"), "a file lies with its backend"
 
 
-@pytest.mark.parametrize(
-    ("quirk_id", "effect", "when", "complaint"),
-    [
-        ("cuda-0901-x", 'note = "x"', 'arch = ["sm_91"]', "'sm_91' matches nothing; did you mean sm_90"),
-        ("cuda-0901-x", 'note = "x"', 'arch = ["hoper"]', "'hoper' matches nothing; did you mean hopper"),
-        ("cuda-0901-x", 'note = "x"', 'arch = ["rdna3"]', "'rdna3' matches nothing"),
-        ("cuda-0901-x", 'note = "x"', 'arch = ["zz"]', "'zz' matches nothing; known: sm_80"),
-        ("cuda-0901-x", 'note = "x"', 'arch = ["sm_90", "gfx942"]', "'gfx942' matches nothing"),
-        (
-            "cuda-0901-x", 'note = "x"', 'kernels = ["dense_forwards"]',
-            "'dense_forwards' matches nothing; did you mean dense_forward",
-        ),
-        ("xpu-0901-x", 'note = "x"', "", "unknown backend 'xpu'; known: cuda"),
-        ("cuda-0901-x", 'note = "x"', 'features = ["head_dim>64", "head_dim<32"]', "can never apply"),
-        ("cuda-0901-x", 'note = "x"', 'features = ["causal", "!causal"]', "can never apply"),
-        ("cuda-0901-x", 'note = "x"', 'kernels = ["decode_split"]\nfeatures = ["paged"]', "decode_attention has none"),
-        ("cuda-0901-x", 'note = "x"', 'kernels = ["paged_split"]\nfeatures = ["!paged"]', "must be given for paged"),
-        ("cuda-0901-x", 'note = "x"', 'toolchain = { triton = ">=3.7,<3.5" }', "can never apply"),
-        (
-            "cuda-0901-x", 'lowering = { select = "where" }', 'kernels = ["decode_split"]',
-            "sets select, which decode_split do not read",
-        ),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("quirk_id", "effect", "when", "complaint"), TABLES["entry_that_can_never_apply"])
 def test_entry_that_can_never_apply(tmp_path, quirk_id, effect, when, complaint):
     plant(tmp_path, quirk_id, effect, when)
     found = audited(tmp_path)

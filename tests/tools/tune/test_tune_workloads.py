@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 import torch
+from places import tables
 
 from portattn.errors import ArgumentError
 from portattn.schema.ops import BACKWARD
@@ -10,6 +11,8 @@ from portattn.tools.bench.cases import SETS
 from portattn.tools.bench.gate import as_call
 from portattn.tools.bench.tensors import Tensors
 from portattn.tools.tune.classes import from_sets, parse, tunable_sets, workload
+
+TABLES = tables(__file__)
 
 TEXTS = [
     "attention q=2,4,20,16 kv=2,2,37,16 dtype=fp16 causal", "attention q=2,4,20,16 kv=2,2,37,16 causal=top_left",
@@ -46,31 +49,7 @@ def test_every_set_can_be_tuned():
     assert len(from_sets(("all",), None)) == len({case.name for case in plain})
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("attentoin q=1,1,1,8 kv=1,1,1,8", "first word must be one of attention"),
-        ("attention q=1,1,1 kv=1,1,1,8", "must be an op and NAME=VALUE"),
-        ("attention q=1,1,1,8 kv=1,1,1,8 dropout=0.1", "dropout must be"),
-        ("attention_backward q=1,2,1,8 kv=1,1,1,8 dropout=0.1", "dropout must be"),
-        ("attention_backward q=1,1,1,8 kv=1,1,1,8 dropout=1", "dropout must be"),
-        ("attention_backward q=1,1,1,8 kv=1,1,1,8 dropout=x", "must be an op and NAME=VALUE"),
-        ("attention q=1,1,1,8", "must be an op and NAME=VALUE"),
-        ("attention q=1,1,1,8 kv=2,1,1,8", "must agree in B and D"),
-        ("attention q=1,1,0,8 kv=1,1,1,8", "positive numbers"),
-        ("attention q=1,1,1,8 kv=1,1,1,8 dtype=fp8", "dtype must be one of"),
-        ("attention q=1,1,1,8 kv=1,1,1,8 softcap=3", "unknown word 'softcap'"),
-        ("paged_attention q=1,1,1,8 kv=1,1,16,8", "page_size must be given"),
-        ("sparse_attention q=1,1,1,8 kv=1,1,16,8", "tokens must be given"),
-        ("attention q=1,3,1,8 kv=1,2,1,8", "multiple of the 2"),
-        ("decode_attention q=1,1,1,8 kv=1,1,1,8 kv_format=fp8", "kv_format must be one of as_q, "),
-        ("decode_attention q=1,1,1,8 kv=1,1,1,8 kv_format=e4m3 kv_scales=tensor", "kv_scales must be one of none, "),
-        ("decode_attention q=1,1,1,8 kv=1,1,1,8 kv_format=int8 kv_scales=none", "k_scale is None"),
-        ("decode_attention q=1,1,1,8 kv=1,1,1,8 kv_scales=head", "kv_scales goes with a kv_format other than as_q"),
-        ("decode_attention q=1,1,1,8 kv=1,1,1,8 dtype=fp32 kv_format=e4m3", "q.dtype is torch.float32"),
-        ("attention q=1,1,1,8 kv=1,1,1,8 kv_format=e4m3", "kv_format goes with decode_attention and paged"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), TABLES["bad_text"])
 def test_bad_text(text, message):
     with pytest.raises(ArgumentError, match=message):
         parse(text)

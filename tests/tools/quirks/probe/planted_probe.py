@@ -3,36 +3,16 @@
 import sys
 from pathlib import Path
 
+from places import tables
+
 from portattn.planning.quirk_files import load_quirk
 from portattn.schema.quirk import Quirk
 from portattn.worker.client import Worker
 
+TABLES = tables(__file__)
+
 ID = "rocm-0901-planted"
-QUIRK = """\
-# A comment that stays.
-id      = "{id}"
-title   = "planted"   # and another
-symptom = "{symptom}"
-kind    = "workaround"
-
-[when]
-backend   = "rocm"
-arch      = ["gfx942"]
-toolchain = {{ triton = "{range}" }}
-
-[effect]
-{effect}
-
-[evidence]
-signature = "{signature}"
-probe     = "probes/planted.py"
-upstream  = "unreported"
-source    = "planted by a test"
-last_seen = "triton==3.9.0"
-seen_on   = ["triton<4"]
-quotes    = {quotes}
-review_by = 2099-06-01
-"""
+QUIRK = TABLES["quirk"]
 # What a child does on each arm: it answers, dies, or is silent. The text `boom` is the planted signature.
 CHILD = """\
 #!{python}
