@@ -168,8 +168,7 @@ def assert_right(call: Call, out: torch.Tensor, lse: torch.Tensor | None, extra:
     p = call.problem
     assert out.shape == call.new_out().shape
     assert out.transpose(1, 2).is_contiguous() if p.packed or p.layout == "bshd" else out.is_contiguous()
-    assert out.dtype == DTYPES[p.dtype]
-    assert (lse is not None) == p.return_lse
+    assert (out.dtype, lse is not None) == (DTYPES[p.dtype], p.return_lse)
     facts = tolerance.judge(call, out, lse)
     assert not facts["wrong"], f"{facts['wrong']} elements are NaN or infinite where they must not be, or the reverse"
     assert facts["error"] <= facts["budget"] + extra, f"error {facts['error']:.3g}, budget {facts['budget']:.3g}"

@@ -44,8 +44,7 @@ def parsed(words: list[str]) -> click.Context:
 def test_it_is_a_workflow_of_two_jobs():
     made = workflow()
     assert set(made) == {"name", True, "permissions", "env", "jobs"}
-    assert made["permissions"] == {"contents": "read"}
-    assert set(made["jobs"]) == {"plans", "cells"}
+    assert (made["permissions"], set(made["jobs"])) == ({"contents": "read"}, {"plans", "cells"})
     assert all(job["runs-on"] and job["timeout-minutes"] for job in made["jobs"].values())
     for step in steps():
         assert ("uses" in step) != ("run" in step)

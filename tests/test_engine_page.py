@@ -123,18 +123,15 @@ def test_a_run_of_an_engine_writes_what_its_tests_found(engines: pytest.Pytester
     done.stdout.fnmatch_lines([f"features of engines: *{name}", "*notinstalled is not installed*engine_env.py*"])
     assert [path.name for path in (engines.path / "reports").iterdir()] == [name]
     written = json.loads((engines.path / "reports" / name).read_text(encoding="utf-8"))
-    assert written["engine"] == "packaging"
-    assert written["versions"]["portattn"] == "0.1.0"
+    assert (written["engine"], written["versions"]["portattn"]) == ("packaging", "0.1.0")
     found = written["features"]
-    assert found["works here"] == {"status": "works", "tests": 2}
-    assert found["works half"]["status"] == "failed"
+    assert (found["works here"], found["works half"]["status"]) == ({"status": "works", "tests": 2}, "failed")
     assert found["works half"]["tests"] == 2
     assert "test_fails" in found["works half"]["reason"]
     assert found["is refused"] == {"status": "refused", "tests": 1, "reason": "thing is 3, but must be 4"}
     assert found["is not refused"]["status"] == "failed"
     assert found["needs a GPU"] == {"status": "not run", "tests": 1, "reason": "no GPU"}
-    assert found["cannot be set up"]["status"] == "failed"
-    assert len(found) == 6
+    assert (found["cannot be set up"]["status"], len(found)) == ("failed", 6)
 
 
 @pytest.mark.parametrize("arguments", [["-k", "works"], ["engines/packaging/test_present.py"]], ids=["-k", "a file"])

@@ -159,8 +159,7 @@ def test_mypy_passes_the_examples_and_knows_the_results(tree: Path, calls: tuple
     assert done.stderr == ""
     found = re.findall(r"^(.+?):(\d+): error: (.*)$", done.stdout, re.MULTILINE)
     errors, refused = _errors([(file, int(line), text) for file, line, text in found], calls)
-    assert errors == []
-    assert refused == calls[1]
+    assert (errors, refused) == ([], calls[1])
 
 
 def test_pyright_passes_the_examples_and_knows_the_results(tree: Path, calls: tuple[Path, set[int]]) -> None:
@@ -182,5 +181,4 @@ def test_pyright_passes_the_examples_and_knows_the_results(tree: Path, calls: tu
         if one["severity"] == "error" and not one["message"].startswith(OF_TRANSFORMERS)
     ]
     errors, refused = _errors(found, calls)
-    assert errors == []
-    assert refused == calls[1]
+    assert (errors, refused) == ([], calls[1])

@@ -88,8 +88,7 @@ def test_the_child_and_this_process_compile_the_same(version: str, tmp_path: Pat
         expected["scheduled_forward"] = 1
     if version.startswith("3.2."):  # its argument specialisation has another form, which the child does not match
         expected = {name: 2 * count for name, count in expected.items()}
-    assert found["compiled"] == expected
-    assert found["launchers"] == []
+    assert (found["compiled"], found["launchers"]) == (expected, [])
 
 
 # A warm-up of a range of sizes leaves nothing to plan for any of them: launches are recorded, not run.
@@ -106,9 +105,7 @@ def seen_warmed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize("name", RANGES)
 def test_no_call_in_the_range_is_planned(seen_warmed: dict[str, Any], name: str) -> None:
     found = seen_warmed[name]
-    assert found["calls"] == RANGES[name]
-    assert found["planned"] == []
-    assert found["warnings"] == []
+    assert (found["calls"], found["planned"], found["warnings"]) == (RANGES[name], [], [])
 
 
 @NATIVE

@@ -230,8 +230,7 @@ def test_inputs_are_not_changed() -> None:
 def test_empty_rows_and_columns() -> None:
     for shape in ((0, 4, 5, 8), (2, 4, 0, 8), (2, 4, 5, 0)):
         out, lse = portattn.merge_states(torch.zeros(2, *shape), torch.zeros(2, *shape[:-1]))
-        assert tuple(out.shape) == shape
-        assert tuple(lse.shape) == shape[:-1]
+        assert (tuple(out.shape), tuple(lse.shape)) == (shape, shape[:-1])
 
 
 OUT, LSE = torch.zeros(2, 5, 8), torch.zeros(2, 5)

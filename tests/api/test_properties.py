@@ -127,8 +127,7 @@ def test_any_arguments_give_a_result_or_an_argument_error(tensors: list, rest: d
         assert str(refused).startswith("attention: ")
         return
     out = result[0] if isinstance(result, tuple) else result
-    assert out.dtype == q.dtype
-    assert out.shape[:3] == q.shape[:3]
+    assert (out.dtype, out.shape[:3]) == (q.dtype, q.shape[:3])
     scale = rest.get("scale")
     if scale is None or abs(scale) < 1e30:  # beyond, a score leaves float32 whoever computes it
         assert torch.isfinite(out).all()

@@ -163,8 +163,7 @@ def test_the_plan_says_the_format(name: str, kind: str, scales: str, said: str) 
 def test_the_plan_says_how_products_are_computed() -> None:
     asked = problem("attention", dtype="bf16", kv_format="e4m3", kv_scales="head")
     plan = portattn.plan(asked, parse_target("cuda:sm_90", "triton==3.6.0"))
-    assert plan.path == "triton"
-    assert plan.lowering.operands == "widened"
+    assert (plan.path, plan.lowering.operands) == ("triton", "widened")
 
 
 @pytest.mark.parametrize("name", ["attention", "decode"])

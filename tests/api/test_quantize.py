@@ -40,9 +40,7 @@ def test_float8_fills_the_formats_range_for_each_head(method, layout):
     for tensor, numbers, scale in zip(
         given, (made.q, made.k, made.v), (made.q_scale, made.k_scale, made.v_scale), strict=True
     ):
-        assert numbers.dtype == KV_DTYPE[method]
-        assert numbers.shape == tensor.shape
-        assert scale.shape == (2, 2)
+        assert (numbers.dtype, numbers.shape, scale.shape) == (KV_DTYPE[method], tensor.shape, (2, 2))
         rows, stored = (t if layout == "bhsd" else t.transpose(1, 2) for t in (tensor, numbers.float()))
         torch.testing.assert_close(scale, rows.unflatten(1, (2, -1)).abs().amax((2, 3, 4)) / largest)
         assert stored.unflatten(1, (2, -1)).abs().amax((2, 3, 4)).eq(largest).all()

@@ -79,8 +79,7 @@ def test_a_row_has_its_operations_parameters(op: str, monkeypatch: pytest.Monkey
     getattr(portattn, op)(**given)
     (name, among, values, lengths), made = seen
     assert name == made.op == op
-    assert among == tuple(made.tensors.values())
-    assert values == made.fixed_values
+    assert (among, values) == (tuple(made.tensors.values()), made.fixed_values)
     assert lengths == tuple(made.lengths.values())
     for name, parameter in row.tensors.items():
         assert made.tensors[name] == given.get(parameter), name

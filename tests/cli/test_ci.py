@@ -307,8 +307,7 @@ def test_a_compiler_that_is_missing_is_made_where_that_is_asked_for(portattn, mo
     called = portattn(
         "ci", "--from", str(installed_toolchain()), "--to", missing, "--compile", "--create", "--targets", "sm_90"
     )
-    assert made == [missing]
-    assert called.status == 2
+    assert (made, called.status) == ([missing], 2)
     assert "no room" in called.err
 
 

@@ -89,8 +89,7 @@ def test_bad_input_gets_one_line_and_status_2(portattn, line, told, tmp_path, mo
     message = ".*".join(map(re.escape, told.split("…")))
     monkeypatch.chdir(tmp_path)
     called = portattn(*arguments, exits=2)
-    assert called.out == ""
-    assert len(called.err.splitlines()) == 1
+    assert (called.out, len(called.err.splitlines())) == ("", 1)
     assert called.err.startswith("portattn")
     assert re.fullmatch(message, called.err.rstrip("\n"))
     assert re.fullmatch(message, portattn(*arguments, "--json").json["error"]["message"])

@@ -5,6 +5,7 @@ import inspect
 import msgspec
 import pytest
 import torch
+from places import tables
 
 import portattn as library
 from portattn.planning.registry import parse_target
@@ -12,6 +13,8 @@ from portattn.schema.ops import COMMON, ROWS
 from portattn.schema.plan import Plan
 from portattn.schema.problem_limits import OPS
 from portattn.testing import bound
+
+TABLES = tables(__file__)
 
 SHAPES = ("--q", "8,64,1024,64", "--kv", "8,16,1024,64", "--dtype", "fp16", "--causal")
 
@@ -37,16 +40,7 @@ def test_any_target_is_planned_from_anywhere(portattn, target, toolchain):
     assert all(quirk.id in text for quirk in (*made.quirks, *core.quirks))
 
 
-@pytest.mark.parametrize(
-    ("given", "causal"),
-    [
-        (("--causal",), "bottom_right"),
-        (("--causal", "top-left"), "top_left"),
-        (("--causal=top_left",), "top_left"),
-        (("--causal", "none"), "none"),
-        ((), "none"),
-    ],
-)
+@pytest.mark.parametrize(("given", "causal"), TABLES["causal_may_stand_alone_anywhere"])
 def test_causal_may_stand_alone_anywhere(portattn, given, causal):
     rest = ("--target", "cuda:sm_90", "--toolchain", "triton==3.6.0", *SHAPES[:-1], "--json")
     for line in (("plan", *given, "attention", *rest), ("plan", "attention", *rest, *given)):
@@ -57,18 +51,7 @@ WHERE = ("--target", "cuda:sm_90", "--toolchain", "triton==3.6.0")
 CACHE = ("--q", "2,8,1,128", "--kv", "2,8,512,128", "--dtype", "bf16")
 
 
-@pytest.mark.parametrize(
-    ("op", "given", "kind", "scales"),
-    [
-        ("decode_attention", ("e4m3",), "e4m3", "none"),
-        ("decode_attention", ("e5m2", "--kv-scales", "head"), "e5m2", "head"),
-        ("decode_attention", ("int8",), "int8", "token"),
-        ("decode_attention", ("int4",), "int4", "token"),
-        ("attention", ("e4m3",), "e4m3", "none"),
-        ("attention", ("e5m2",), "e5m2", "none"),
-        ("varlen_attention", ("int8",), "int8", "token"),
-    ],
-)
+@pytest.mark.parametrize(("op", "given", "kind", "scales"), TABLES["options_of_quantised_tensors_reach_the_problem"])
 def test_options_of_quantised_tensors_reach_the_problem(portattn, op, given, kind, scales):
     problem = portattn("plan", op, *WHERE, *CACHE, "--kv-format", *given, "--json").json["problem"]
     assert (problem["dtype"], problem["kv_format"], problem.get("kv_scales", "none")) == ("bf16", kind, scales)
@@ -246,17 +229,7 @@ def test_a_family_is_answered_with_its_members(portattn):
     assert portattn(*line, "hopper", "--json").json["target"] == "cuda:sm_90"
 
 
-@pytest.mark.parametrize(
-    ("toolchain", "told"),
-    [
-        ("triton==9.9.9", "triton==9.9.9 is no known release of triton; the nearest: 3.9.0;"),
-        ("triton==3.6.99", "triton==3.6.99 is no known release of triton; the nearest: 3.6.0 and 3.7.0;"),
-        ("triton==3.6", ""),
-        ("triton==3.6.0+own", ""),
-        ("flagtree==9.9", ""),
-        ("none", ""),
-    ],
-)
+@pytest.mark.parametrize(("toolchain", "told"), TABLES["a_release_that_nobody_knows_is_said_and_planned_for"])
 def test_a_release_that_nobody_knows_is_said_and_planned_for(portattn, toolchain, told):
     called = portattn("plan", "attention", *WHERE[:2], "--toolchain", toolchain, *SMALL, "--json", exits=0)
     assert called.json["toolchain"] == ("triton==3.6.0" if toolchain == "triton==3.6" else toolchain)

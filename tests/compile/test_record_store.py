@@ -66,8 +66,7 @@ def test_a_key_is_locked_among_processes(tmp_path: Path) -> None:
     seen = [events.get(timeout=60) for _ in range(4)]
     for process in processes:
         process.join(60)
-    assert [kind for kind, _ in seen] == ["in", "out", "in", "out"]
-    assert seen[0][1] == seen[1][1]
+    assert ([kind for kind, _ in seen], seen[0][1]) == (["in", "out", "in", "out"], seen[1][1])
 
 
 def test_a_folder_that_takes_no_files_costs_one_warning_and_nothing_else(tmp_path: Path) -> None:

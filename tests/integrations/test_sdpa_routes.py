@@ -76,8 +76,7 @@ def test_route_and_explain_tell_beforehand_what_happens() -> None:
             ours(*args, **kwargs)
         done = sdpa.last_route()
         assert (told.path, told.reason) == (done.path, done.reason)
-        assert (told.plan is None) == (told.path == "torch")
-        assert (told.reason == "") == (told.path == "portattn")
+        assert (told.plan is None, told.reason == "") == (told.path == "torch", told.path == "portattn")
         assert sdpa.explain(*args, **kwargs) == told.explain()
     assert sdpa.explain(Q, K, K).splitlines()[1] == "attention q (2,4,3,8) kv (2,4,5,8) fp32"
     assert sdpa.route(*calls[3][0]).reason == "query or value has no columns, or more than portattn's 576"

@@ -264,11 +264,9 @@ def test_a_cached_call_has_the_parts_in_its_operands_places(device: Device, monk
     assert first["grad_out"] == "grad_out"
     assert [role for one in made for role in one.values() if not role.startswith("buffer")] == list(OPERANDS)
     stored = [one["parts"] for one in made]
-    assert len(set(stored)) == 4
-    assert list(buffers) == stored
+    assert (len(set(stored)), list(buffers)) == (4, stored)
     for one in (keys, rows):
-        assert [one[name] for name in OPERANDS] == stored
-        assert one["forward_lse"] == "forward_lse"
+        assert ([one[name] for name in OPERANDS], one["forward_lse"]) == (stored, "forward_lse")
 
 
 @pytest.mark.parametrize(("dtype", "precision"), [("bf16", "bf16x6"), ("fp32", "tf32x3")])

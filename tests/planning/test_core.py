@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 import triton.language as tl
+from places import tables
 from quirk_files import active, plant, registry
 from support import problem
 
@@ -22,6 +23,8 @@ from portattn.schema.lowering import OF_ROWS, Launch, Lowering
 from portattn.schema.plan import Plan
 from portattn.schema.problem import Problem
 from portattn.schema.tuning import Entry, Provenance, Tuning
+
+TABLES = tables(__file__)
 
 PAGES = {"page_size": 48, "seq_k": 96, "seqlens_k": True}
 FIELDS: dict[str, dict[str, Any]] = {
@@ -74,32 +77,13 @@ def test_constants_of_the_dense_kernel() -> None:
     assert CORES["attention"].constexprs(p, lowering, Launch(block_m=32, block_n=64)) == expected
 
 
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [
-        ({"head_dim": 512}, {"MAIN": 512, "BLOCK_D": 512, "BLOCK_TAIL": 0}),
-        ({"head_dim": 513}, {"MAIN": 512, "BLOCK_D": 512, "BLOCK_TAIL": 16}),
-        ({"head_dim": 8}, {"MAIN": 8, "BLOCK_D": 16, "BLOCK_DV": 16, "BLOCK_TAIL": 0}),
-        ({"causal": "top_left"}, {"CAUSAL": "top_left", "WINDOW": False}),
-        ({"window_left": 0}, {"CAUSAL": "none", "WINDOW": True}),
-        ({"window_right": 0}, {"CAUSAL": "bottom_right", "WINDOW": False}),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("fields", "expected"), TABLES["constants_that_follow_from_widths_and_limits"], ids=str)
 def test_constants_that_follow_from_widths_and_limits(fields: dict[str, Any], expected: dict[str, Any]) -> None:
     found = CORES["attention"].constexprs(problem(**{"head_dim_v": 8} | fields), Lowering(reads="inside"), Launch())
     assert {name: found[name] for name in expected} == expected, "reads is no choice of this kernel"
 
 
-@pytest.mark.parametrize(
-    ("op", "expected"),
-    [
-        ("decode_attention", {"GROUP": 3, "SPLIT": False, "LATENT": False, "PAGE_SIZE": 0, "PIPELINE": "rotated"}),
-        ("paged_attention", {"GROUP": 3, "SPLIT": False, "LATENT": False, "PAGE_SIZE": 48, "PIPELINE": "plain"}),
-        ("mla_attention", {"GROUP": 6, "LATENT": True, "MAIN": 16, "BLOCK_D": 16, "BLOCK_TAIL": 16, "BLOCK_DV": 16}),
-        ("sparse_attention", {"SPLIT": False, "PAGE_SIZE": 48, "SOFTCAP": True, "NEGATED": False, "STAGES": 3}),
-    ],
-)
+@pytest.mark.parametrize(("op", "expected"), TABLES["constants_of_kernels_over_caches"])
 def test_constants_of_kernels_over_caches(op: str, expected: dict[str, Any]) -> None:
     found = CORES[op].constexprs(of(op), Lowering(pipeline="rotated"), Launch(num_stages=3))
     assert {name: found[name] for name in expected} == expected
@@ -371,36 +355,15 @@ def test_which_entries_may_have_values_for_rows(pattern: str, expected: bool) ->
 
 
 @pytest.mark.parametrize("problem", [DENSE, PACKED], ids=["dense", "packed"])
-@pytest.mark.parametrize(
-    ("fields", "keys", "rows"),
-    [
-        ({"head_dim": 64}, (128, 32, 4, 3), (64, 64, 4, 2)),
-        ({"head_dim": 64, "dropout": True}, (64, 64, 4, 2), (64, 64, 4, 2)),
-        ({"head_dim": 64, "aligned": False}, (64, 64, 4, 1), (64, 64, 4, 1)),
-        ({"head_dim": 128}, (64, 64, 4, 2), (128, 64, 8, 3)),
-        ({"head_dim": 128, "dropout": True}, (64, 32, 4, 3), (64, 64, 4, 2)),
-        ({"head_dim": 256}, (64, 64, 8, 2), (128, 32, 8, 3)),
-        ({"head_dim": 256, "softcap": True}, (32, 16, 4, 1), (32, 16, 4, 1)),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("fields", "keys", "rows"), TABLES["the_shipped_tiles_of_sm_90"], ids=str)
 def test_the_shipped_tiles_of_sm_90(problem: Problem, fields: Any, keys: Any, rows: Any) -> None:
     asked = msgspec.structs.replace(problem, dtype="bf16", head_dim_v=fields["head_dim"], **fields)
     target = Registry.load().target("cuda:sm_90", "triton==3.6.0")
     made = plan(asked, target, Registry.load(), settings=Settings(backend="triton"))
-    assert (values(made.launch), values(made.launch.of_rows())) == (keys, rows)
+    assert [[*values(made.launch)], [*values(made.launch.of_rows())]] == [keys, rows]
 
 
-@pytest.mark.parametrize(
-    ("fields", "keys", "rows", "parts"),
-    [
-        ({"head_dim": 64, "seq": 2048}, (128, 64, 8, 2), (128, 64, 8, 2), "memory"),
-        ({"head_dim": 128, "seq": 2048}, (64, 32, 4, 2), (64, 32, 4, 2), "memory"),
-        ({"head_dim": 64, "seq": 512}, (64, 64, 4, 1), (128, 64, 8, 2), "registers"),
-        ({"head_dim": 128, "seq": 512}, (64, 64, 4, 1), (64, 64, 4, 1), "registers"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("fields", "keys", "rows", "parts"), TABLES["the_shipped_products_of_float32"], ids=str)
 def test_the_shipped_products_of_float32(fields: Any, keys: Any, rows: Any, parts: str) -> None:
     """Tensors without a feature have six products of bfloat16 parts, which long sequences store once; others three of
     TF32."""
@@ -411,6 +374,6 @@ def test_the_shipped_products_of_float32(fields: Any, keys: Any, rows: Any, part
         plan(p, target, Registry.load(), settings=Settings(backend="triton"))
         for p in (asked, msgspec.structs.replace(asked, softcap=True))
     )
-    assert (values(made.launch), values(made.launch.of_rows())) == (keys, rows)
+    assert [[*values(made.launch)], [*values(made.launch.of_rows())]] == [keys, rows]
     assert (made.lowering.dot_precision, made.lowering.parts) == ("bf16x6", parts)
     assert (featured.lowering.dot_precision, featured.lowering.parts) == ("tf32x3", "registers")

@@ -152,11 +152,9 @@ def test_a_broken_package_is_named_wherever_somebody_looks(broken_in_every_way: 
 def test_broken_packages_stop_nobody_else(broken_in_every_way: dict[str, Any]) -> None:
     """Calls gave SDPA's results, or there would be nothing to see here."""
     found = broken_in_every_way
-    assert found["planned"] == "umbra_attention"
-    assert found["backends"][-1] == "umbra"
+    assert (found["planned"], found["backends"][-1]) == ("umbra_attention", "umbra")
     assert not set(found["backends"]) & set(KINDS)
-    assert found["quirks"] == ["any-0001-taken", "umbra-0001-planted"]
-    assert len(found["warnings"]) == len(KINDS)
+    assert (found["quirks"], len(found["warnings"])) == (["any-0001-taken", "umbra-0001-planted"], len(KINDS))
     assert {found[key][0] for key in ("doctor", "doctor--json", "audit", "audit--json")} == {1}
     assert not [s["error"] for s in json.loads(found["doctor--json"][1])["sections"] if s["error"]]
 
@@ -182,9 +180,7 @@ def test_packages_that_are_whole_are_not_warned_about(tmp_path: Path) -> None:
     quirks = install(tmp_path, "umbra") / "quirks"
     plant(quirks.parent, "acme-0002-planted", 'note = "x"').rename(quirks / "acme-0002-planted.toml")
     found = seen(tmp_path, "acme")
-    assert found["warnings"] == []
-    assert found["named"] == {}
-    assert set(found["backends"][-2:]) == {"acme", "umbra"}
+    assert (found["warnings"], found["named"], set(found["backends"][-2:])) == ([], {}, {"acme", "umbra"})
     assert found["quirks"] == ["acme-0001-planted", "acme-0002-planted", "umbra-0001-planted"]
     assert [found[key][0] for key in ("doctor", "audit")] == [0, 0]
 
@@ -234,8 +230,7 @@ def test_a_distribution_whose_entry_points_cannot_be_read(tmp_path, kind, monkey
     file = install_unreadable(tmp_path, kind)
     install(tmp_path, "umbra")
     found = seen(tmp_path)
-    assert found["planned"] == "umbra_attention"
-    assert found["backends"][-1] == "umbra"
+    assert (found["planned"], found["backends"][-1]) == ("umbra_attention", "umbra")
     (warning,) = found["warnings"]
     shown = "metadata-0.1.dist-info" if kind == "metadata" else f"{kind} 0.1"
     said = f"distribution {shown} is broken: {file}: its entry points cannot be read: {UNREADABLE[kind][1]}"
@@ -267,8 +262,7 @@ def test_distributions_without_entry_points_are_whole(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(second), os.environ.get("PYTHONPATH", "")]))
         found = seen(tmp_path)
-    assert found["warnings"] == []
-    assert found["backends"][-1] == "umbra"
+    assert (found["warnings"], found["backends"][-1]) == ([], "umbra")
 
 
 RAISES = """
@@ -312,8 +306,7 @@ def test_a_backend_that_raises_is_disabled(tmp_path: Path, question: str) -> Non
     if question != "machine_components":  # what was detected then is there, of unknown versions
         assert "acme" not in first
         assert said in unknown
-    assert first == second
-    assert path == "acme_attention"
+    assert (first, path) == (second, "acme_attention")
     status, report = json.loads(doctor)
     assert status == 1
     assert report.count("no driver") == 1, report

@@ -55,8 +55,7 @@ def test_applies_in_its_range(quirk: Quirk) -> None:
         return
     if quirk.effect.kind == "path":
         rejected = made.rejected
-        assert rejected[0].quirk == quirk.id
-        assert rejected[0].reason == quirk.title
+        assert (rejected[0].quirk, rejected[0].reason) == (quirk.id, quirk.title)
         if isinstance(made, Plan):
             assert made.path not in ("triton", "interpreter")
         return
@@ -84,8 +83,7 @@ def test_changes_the_plan(quirk: Quirk) -> None:
     without = plan(point.problem, target, known, settings=Settings(quirks=everything_off, backend=requested))
     made = planned(quirk, point)
     if quirk.effect.path == "core":
-        assert without.path == point.kernel
-        assert made.path == "triton"
+        assert (without.path, made.path) == (point.kernel, "triton")
         return
     if not examples.kernels_of(quirk):
         assert isinstance(made, Plan)

@@ -28,8 +28,7 @@ def test_reads_every_key(tmp_path: Path) -> None:
     path = write(tmp_path, GOOD)
     quirk = load_quirk(path, BACKENDS)
     assert quirk.when.toolchain == {"triton": ">=3.4,<3.5"}
-    assert quirk.when.launch == {"num_stages": ">=3", "kpack": 2}
-    assert quirk.effect.kind == "launch"
+    assert (quirk.when.launch, quirk.effect.kind) == ({"num_stages": ">=3", "kpack": 2}, "launch")
     assert quirk.effect.sets == {"num_stages": 2}
     assert [v.date for v in quirk.verified] == [datetime.date(2026, 11, 21), datetime.date(2026, 11, 22)]
     assert quirk.file == str(path)

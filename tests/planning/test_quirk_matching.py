@@ -5,6 +5,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from places import tables
 from quirk_files import DECODE, PROBLEM, active, planned, plant, registry
 
 from portattn.errors import PathUnavailable, QuirkConflict, SettingError
@@ -17,22 +18,13 @@ from portattn.schema.plan import Plan
 from portattn.schema.toolchain import Toolchain
 from portattn.schema.tuning import Entry, Provenance, Tuning
 
+TABLES = tables(__file__)
+
 STAGES = "launch = { num_stages = 1 }"
 ID = "cuda-0900-planted"
 
 
-@pytest.mark.parametrize(
-    ("range_", "toolchain", "applies"),
-    [
-        ('{ triton = ">=3.4,<3.7" }', "triton==3.4.0", True), ('{ triton = ">=3.4,<3.7" }', "triton==3.6.0", True),
-        ('{ triton = ">=3.4,<3.7" }', "triton==3.6.0+rocm7.2", True),
-        ('{ triton = ">=3.4,<3.7" }', "triton==3.7.0", False), ('{ triton = ">=3.4,<3.7" }', "triton==3.3.1", False),
-        ('{ triton = "==3.6.*" }', "triton==3.6.1", True), ('{ triton-ascend = "<3.3" }', "triton==3.2.0", False),
-        ('{ triton = "<3.7", numpy = ">=2.4" }', "triton==3.6.0,numpy==2.4.1", True),
-        ('{ triton = "<3.7", numpy = ">=2.4" }', "triton==3.6.0,numpy==2.3.0", False),
-        ('{ triton = "<3.7", numpy = ">=2.4" }', "triton==3.9.0,numpy==2.4.1", False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("range_", "toolchain", "applies"), TABLES["ranges"])
 def test_ranges(tmp_path: Path, range_: str, toolchain: str, applies: bool) -> None:
     plant(tmp_path, ID, STAGES, f"toolchain = {range_}", evidence="")
     made = planned(registry(tmp_path), toolchain=toolchain)
@@ -40,16 +32,7 @@ def test_ranges(tmp_path: Path, range_: str, toolchain: str, applies: bool) -> N
     assert made.launch.num_stages == (1 if applies else 2)
 
 
-@pytest.mark.parametrize(
-    ("when", "applies"),
-    [
-        ("launch = { num_warps = 4, num_stages = 2 }", True), ("launch = { num_warps = 4, num_stages = 9 }", False),
-        ("launch = { num_warps = 9, num_stages = 2 }", False), ('lowering = { load = "pointer", exp = "exp2" }', True),
-        ('lowering = { load = "pointer", exp = "exp" }', False),
-        ('lowering = { load = "block_ptr", exp = "exp2" }', False), ('kernels = ["decode_*", "dense_*"]', True),
-        ('kernels = ["decode_*", "sparse_*"]', False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("when", "applies"), TABLES["every_value_must_hold_and_one_pattern"])
 def test_every_value_must_hold_and_one_pattern(tmp_path: Path, when: str, applies: bool) -> None:
     quirk = load_quirk(plant(tmp_path, ID, 'note = "x"', when))
     target, lowering = parse_target("cuda:sm_80", "triton==3.6.0"), Lowering(load="pointer", exp="exp2")
@@ -78,17 +61,7 @@ def test_newer_than_seen(tmp_path: Path, symptom: str, toolchain: str, newer: bo
     assert all(("unverified" in note) is newer for note in [a.note for a in made.quirks if a.id == ID])
 
 
-@pytest.mark.parametrize(
-    ("when", "target", "applies"),
-    [
-        ('arch = ["sm_9*"]', "cuda:sm_90", True), ('arch = ["sm_9*"]', "cuda:sm_80", False),
-        ('arch = ["sm_80", "sm_90"]', "cuda:sm_80", True), ('arch = ["sm_8[69]"]', "cuda:sm_89", True),
-        ('arch = ["sm_8[69]"]', "cuda:sm_80", False), ('arch = ["ampere"]', "cuda:sm_80", True),
-        ('arch = ["ampere"]', "cuda:sm_86", True), ('arch = ["ampere"]', "cuda:sm_90", False),
-        ('arch = ["black*"]', "cuda:sm_120", True), ('arch = ["sm_90", "ada"]', "cuda:sm_89", True),
-        ("", "cuda:sm_120", True), ("", "rocm:gfx942", False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("when", "target", "applies"), TABLES["machine"])
 def test_machine(tmp_path: Path, when: str, target: str, applies: bool) -> None:
     plant(tmp_path, ID, STAGES, when)
     assert (ID in active(planned(registry(tmp_path), target=target))) is applies
@@ -213,15 +186,7 @@ def test_a_conflict_that_is_only_assumed_speaks_against_the_core_path(tmp_path: 
     assert "both are assumed to apply, since pytorch-triton-xpu==3.5.0" in made.rejected[0].reason
 
 
-@pytest.mark.parametrize(
-    ("symptom", "when", "expected"),
-    [
-        ("hang", "", ""), ("hang", 'toolchain = { triton = "<3.7" }', "concerns triton <3.7"),
-        ("wrong-result", 'toolchain = { triton = "<3.7", numpy = ">=2.4" }', "concerns triton <3.7, numpy >=2.4"),
-        ("slow", "", "the vendor path is the better plan"),
-        ("slow", 'toolchain = { triton = "<3.7" }', "the vendor path is the better plan; concerns triton <3.7"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("symptom", "when", "expected"), TABLES["what_would_help_where_a_quirk_speaks_against_a_path"])
 def test_what_would_help_where_a_quirk_speaks_against_a_path(tmp_path, symptom, when, expected):
     plant(tmp_path, ID, 'path = "vendor"', when, symptom=symptom)
     assert hint(registry(tmp_path).quirks[ID]) == expected

@@ -238,8 +238,7 @@ def newer(monkeypatch: pytest.MonkeyPatch) -> Target:
 def test_right_canaries_let_it_run(newer, ran, tmp_path: Path) -> None:  # noqa: F811
     with portattn.settings(cache_dir=str(tmp_path)):
         silently(lambda: portattn.attention(*tensors()))
-    assert ran == [NAME]
-    assert Child.asked == [NAME] * len(ForwardVariant.canaries)
+    assert (ran, Child.asked) == ([NAME], [NAME] * len(ForwardVariant.canaries))
     assert CompileStore(tmp_path).get(canary.key_of(NAME, NEWER)).passed
     assert caution(portattn.last_plan())
 
@@ -262,8 +261,7 @@ def test_never_means_that_no_canary_runs(newer, ran, tmp_path: Path) -> None:  #
     Child.variants = WRONG
     with portattn.settings(canary="never", cache_dir=str(tmp_path)):
         silently(lambda: portattn.attention(*tensors()))
-    assert ran == [NAME]
-    assert Child.asked == []
+    assert (ran, Child.asked) == ([NAME], [])
 
 
 def test_where_no_canary_says_anything_the_core_runs_until_the_next_process(newer, ran, tmp_path: Path) -> None:  # noqa: F811
@@ -273,8 +271,7 @@ def test_where_no_canary_says_anything_the_core_runs_until_the_next_process(newe
             portattn.attention(*tensors())
         asked = len(Child.asked)
         silently(lambda: portattn.attention(*tensors()))
-        assert ran == ["triton"] * 2
-        assert len(Child.asked) == asked
+        assert (ran, len(Child.asked)) == (["triton"] * 2, asked)
         (note,) = [note for note in portattn.last_plan().notes if NAME in note]
         assert "no canary of it could say whether it is right here" in note
         assert "out of memory" in note

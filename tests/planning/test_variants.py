@@ -57,8 +57,7 @@ def test_a_plan_says_what_follows_from_the_sizes_and_compiles_nothing_anew_for_i
     made = plan(few, SM_90)
     assert (made.schedule["splits"], made.schedule["heads_together"]) == (16, 1)
     more = plan(msgspec.structs.replace(few, heads_q=16, heads_k=16), SM_90)
-    assert more.schedule["splits"] == 8
-    assert more.key == made.key
+    assert (more.schedule["splits"], more.key) == (8, made.key)
     causal = msgspec.structs.replace(P, causal="bottom_right", seq_q=4096, seq_k=4096)
     assert plan(causal, SM_90).schedule["heads_together"] == 8
     assert "cuda-0018-register-a-variants" in made.explain()
@@ -104,8 +103,7 @@ def test_a_quirk_out_of_range_can_be_forced_on(tmp_path: Path) -> None:
 def test_a_quirk_of_every_kernel_leads_past_variant_and_core(tmp_path: Path) -> None:
     plant(tmp_path, "cuda-0901-x", 'path = "vendor"')
     made = planned(registry(tmp_path, variants=True), problem=P)
-    assert made.path == "sdpa"
-    assert made.rejected[0].quirk == "cuda-0901-x"
+    assert (made.path, made.rejected[0].quirk) == ("sdpa", "cuda-0901-x")
     assert any("not gluon_forward" in note for note in made.notes)
 
 
@@ -118,8 +116,7 @@ def test_core_is_no_path_that_speaks_against_the_core(tmp_path: Path) -> None:
 def test_a_caution_is_listed_and_changes_nothing(tmp_path: Path) -> None:
     plant(tmp_path, "cuda-0901-x", 'note = "look out"', 'kernels = ["gluon_forward"]')
     made = planned(registry(tmp_path, variants=True), problem=P)
-    assert made.path == NAME
-    assert [q.id for q in made.quirks] == ["cuda-0901-x"]
+    assert (made.path, [q.id for q in made.quirks]) == (NAME, ["cuda-0901-x"])
     assert "look out" in made.quirks[0].sentence
     assert "says why): cuda-0901-x\n" in made.explain() + "\n"
 
@@ -307,8 +304,7 @@ def test_a_first_call_is_compiled_in_a_child_once(sm_90, ran, monkeypatch: pytes
         silently(lambda: portattn.attention(*tensors()))
     assert ran == [NAME, NAME]
     # Few tiles: keys are split, and a second kernel merges.
-    assert child.asked[0] == "scheduled_forward"
-    assert len(child.asked) == len(set(child.asked))
+    assert (child.asked[0], len(child.asked)) == ("scheduled_forward", len(set(child.asked)))
     longer = [torch.zeros(2, 4, 35, 128, dtype=torch.float16) for _ in range(3)]
     count = len(child.asked)
     silently(lambda: portattn.attention(*longer))
@@ -342,8 +338,7 @@ def test_where_it_does_not_compile_the_core_runs(sm_90, ran, monkeypatch, outcom
     asked = child.asked.count("scheduled_forward")
     assert portattn.plan("attention", *tensors()).path == "triton"
     silently(lambda: portattn.attention(*tensors()))
-    assert ran == ["triton"] * 2
-    assert child.asked.count("scheduled_forward") == asked
+    assert (ran, child.asked.count("scheduled_forward")) == (["triton"] * 2, asked)
 
 
 def test_a_variant_that_is_asked_for_by_name_never_gives_way(sm_90, ran, monkeypatch) -> None:
@@ -398,8 +393,7 @@ def test_wrong_numbers_quarantine_the_variant_and_not_the_core(sm_90, ran, monke
         assert ran == ["triton"]
         asked = len(Child.asked)
         silently(lambda: portattn.attention(*tensors(), causal=True))  # of the same family
-        assert ran == ["triton"] * 2
-        assert len(Child.asked) == asked
+        assert (ran, len(Child.asked)) == (["triton"] * 2, asked)
     first = Child.asked[0]
     assert (first["path"], "lowering" in first) == (NAME, False)
     assert {fields["path"] for fields in Child.asked} == {NAME, "triton"}

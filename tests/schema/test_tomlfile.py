@@ -66,8 +66,7 @@ def test_broken_files_are_reported_with_their_line(tmp_path, data, line, part):
 
 def test_reading_gives_data_and_text(tmp_path):
     data, text = read(write(tmp_path, TEXT))
-    assert data["when"]["toolchain"] == {"triton": "<3"}
-    assert text == TEXT
+    assert (data["when"]["toolchain"], text) == ({"triton": "<3"}, TEXT)
 
 
 class Inner(msgspec.Struct, forbid_unknown_fields=True):

@@ -302,8 +302,7 @@ def test_what_says_nothing_beside_others_is_asked_again_alone(tmp_path, monkeypa
     Meeting.met, Meeting.asked, Meeting.closed = threading.Barrier(min(canary.MOST_AT_ONCE, number)), [], 0
     Meeting.answers = {0: Reply(outcome="error", kind="OutOfMemoryError", message="CUDA out of memory")}
     assert canary.check(made, MI300, settings, torch.device("cuda", 0)) is None
-    assert len(Meeting.asked) == number + 1
-    assert Meeting.closed == min(canary.MOST_AT_ONCE, number) + 1
+    assert (len(Meeting.asked), Meeting.closed) == (number + 1, min(canary.MOST_AT_ONCE, number) + 1)
 
 
 def test_every_case_of_a_variant_is_run_once(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 import torch
 from opcalls import pretend_accelerator
-from places import ROOT
+from places import ROOT, tables
 from support import PlantedWorker
 
 import portattn
@@ -24,38 +24,15 @@ from portattn.testing import canary, verdict
 from portattn.testing.executor import interpreter_missing
 from portattn.worker.client import Reply
 
+TABLES = tables(__file__)
+
 MI300 = parse_target("rocm:gfx942", "triton==3.6.0")
 CUDA = torch.device("cuda", 0)
 READERS = ("decode_attention", "paged_attention")
 STORED = [(op, kind, scales) for op in READERS for kind, row in formats_of(op).items() for scales in row.scales]
 SOURCE = ROOT / "portattn" / "kernels" / "dequantize.py"
 # Wrong widenings: what stands in kernels/dequantize.py, and what a compiler might make of it.
-WRONG = {
-    "e4m3": {
-        "exponents one too small": ("small * 256.0", "small * 128.0"),
-        "the last bit of the fraction lost": ("((code & 0x7F) << 7)", "((code & 0x7E) << 7)"),
-        "the sign lost": ("((code & 0x80) << 8) | ", ""),
-    },
-    "e4m3fnuz": {"the bias of e4m3": ("small * 128.0", "small * 256.0")},
-    "e5m2": {"the last bit of the fraction lost": ("tile.to(tl.int16) << 8", "(tile.to(tl.int16) & 0xFE) << 8")},
-    "int8": {"without its sign": ("tile.to(tl.float32).to(like", "(tile.to(tl.int16) & 0xFF).to(tl.float32).to(like")},
-    "int4": {
-        "the other four bits first": (
-            "tl.interleave(pairs & 15, (pairs >> 4) & 15)",
-            "tl.interleave((pairs >> 4) & 15, pairs & 15)",
-        ),
-        "the upper four bits with a sign": ("(pairs >> 4) & 15)", "pairs >> 4)"),
-        "another number for 0": ("numbers = numbers - MIDDLE", "numbers = numbers - 7"),
-    },
-    "nvfp4": {
-        "the other four bits first": (
-            "tl.interleave(codes & 15, (codes >> 4) & 15)",
-            "tl.interleave((codes >> 4) & 15, codes & 15)",
-        ),
-        "the last bit lost": ("((codes & 7) << 9)", "((codes & 6) << 9)"),
-        "scales of the block beside": ("COLS // NV_BLOCK, BLOCK_N,", "COLS // NV_BLOCK - 1, BLOCK_N,"),
-    },
-}
+WRONG = TABLES["wrong"]
 
 
 def made_for(op, kind, scales):

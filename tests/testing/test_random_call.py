@@ -83,8 +83,7 @@ def test_packed_sequences_fit(op: str, extremes: bool, seed: int) -> None:
         assert 0 <= int(lengths.min()) <= int(lengths.max()) <= longest
         assert int(cu[-1]) == total - 3 if extremes else int(cu[-1]) == total
         if extremes:
-            assert int(lengths[0]) == longest
-            assert lengths[2::3].tolist() == [0]
+            assert (int(lengths[0]), lengths[2::3].tolist()) == (longest, [0])
         assert nan.all(dim=1)[0].tolist() == [row >= int(cu[-1]) for row in range(total)]
 
 
@@ -193,8 +192,7 @@ def test_chosen_tokens_are_of_every_kind(op: str) -> None:
     call = random_call(problem(op, "log_weights", batch=4), seed=1, extremes=True)
     counted = torch.arange(12) < call.counts[..., None]
     token, length = call.indices, call.seqlens_k[:, None, None]
-    assert int(call.counts[0, 0]) == 12
-    assert int(call.counts[-1, -1]) == 0
+    assert (int(call.counts[0, 0]), int(call.counts[-1, -1])) == (12, 0)
     assert (token[counted] < 0).any()
     assert ((token >= length) & counted).any()
     assert ((token >= 0) & (token < length) & ~counted).any()
@@ -249,9 +247,7 @@ def test_a_capacity_of_broken_pages_is_refused() -> None:
 @pytest.mark.parametrize("op", ["mla", "mla_packed"])
 def test_latent_values_are_the_keys_memory(op: str, strides: str) -> None:
     call = random_call(problem(op), seed=1, strides=strides)
-    assert call.v.data_ptr() == call.k.data_ptr()
-    assert call.v.stride() == call.k.stride()
-    assert call.v.shape[3] == 16
+    assert (call.v.data_ptr(), call.v.stride(), call.v.shape[3]) == (call.k.data_ptr(), call.k.stride(), 16)
 
 
 @pytest.mark.parametrize(("page_layout", "strides"), [("phd", (256, 16, 32, 1)), ("hpd", (256, 128, 16, 1))])

@@ -116,8 +116,7 @@ def test_tests_see_the_checkout(script, capfd):
     seen = json.loads(capfd.readouterr().out)
     assert seen["arguments"] == ["-p", "no:cacheprovider", "-q", "-k", "x", "tests/engines/toy"]
     assert "portattn.integrations.vllm:register" in seen["entries"]
-    assert seen["file"] == str(ROOT / "portattn" / "__init__.py")
-    assert seen["own"] == "yes"
+    assert (seen["file"], seen["own"]) == (str(ROOT / "portattn" / "__init__.py"), "yes")
 
 
 @pytest.mark.parametrize(

@@ -175,7 +175,5 @@ def test_ir_is_made_before_the_digest_and_kept_under_the_same_key(kind, tmp_path
         done = subprocess.run(command, env=own, capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == 0, done.stderr
         found[how] = json.loads(done.stdout.splitlines()[-1])
-    assert found["early"]["order"] == ["ir", "digest"]
-    assert found["plain"]["order"] == ["ir"]
-    assert len(found["early"]["kept"]) == 1
-    assert found["early"]["kept"] == found["plain"]["kept"]
+    assert (found["early"]["order"], found["plain"]["order"]) == (["ir", "digest"], ["ir"])
+    assert (len(found["early"]["kept"]), found["early"]["kept"]) == (1, found["plain"]["kept"])

@@ -45,8 +45,7 @@ def test_a_transformer(
         out = model(**given)[0]
     plan = portattn.last_plan()
     assert plan is not None
-    assert plan.path == device.path
-    assert plan.problem.mask == (build is qwen)
+    assert (plan.path, plan.problem.mask) == (device.path, build is qwen)
     assert_right(out, same, right)
 
 

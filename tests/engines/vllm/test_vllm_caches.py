@@ -101,8 +101,7 @@ def test_views_are_views() -> None:
         assert of is layer.layer.impl.views(cache)
         begin = cache.data_ptr()
         places = [one.data_ptr() - begin for one in (of.k, of.k_scale, of.v, of.v_scale)]
-        assert places == [0, DIM, DIM + 4, 2 * DIM + 4]
-        assert of.k.shape == (layer.blocks, KV_HEADS, BLOCK, DIM)
+        assert (places, of.k.shape) == ([0, DIM, DIM + 4, 2 * DIM + 4], (layer.blocks, KV_HEADS, BLOCK, DIM))
         assert of.k_scale.shape == (layer.blocks, KV_HEADS, BLOCK)
         layer.layer.kv_cache = layer.empty_cache()
         assert layer.layer.impl.views(layer.layer.kv_cache).k.data_ptr() == layer.layer.kv_cache.data_ptr()

@@ -137,8 +137,7 @@ def test_rows_of_several_requests(requests: list[tuple[int, int]]) -> None:
     layer, batch = Latent(speculative=3), Batch(requests)
     q, latent = inputs(batch, torch.bfloat16)
     out, metadata = layer.run(batch, q, latent)
-    assert metadata.num_decodes == 3
-    assert metadata.decode.max_query_len == 4
+    assert (metadata.num_decodes, metadata.decode.max_query_len) == (3, 4)
     check(layer, batch, out, q, latent)
 
 
@@ -178,9 +177,7 @@ def test_lse_of_parts_merges(requests: list[tuple[int, int]]) -> None:
     rope, impl, cache = q[..., NOPE:].contiguous(), layer.layer.impl, layer.layer.kv_cache
     metadata.causal = False  # parts of the keys have no diagonal
     whole, lse = impl.forward_mqa((nope, rope), cache, metadata, layer.layer)
-    assert whole.shape == (rows, HEADS, RANK)
-    assert lse.shape == (rows, HEADS)
-    assert lse.dtype == torch.float32
+    assert (whole.shape, lse.shape, lse.dtype) == ((rows, HEADS, RANK), (rows, HEADS), torch.float32)
     together, _ = impl.forward_mqa(torch.cat((nope, rope), -1), cache, metadata, layer.layer)
     assert torch.equal(together, whole)
     lengths, parts = metadata.decode.seq_lens, []

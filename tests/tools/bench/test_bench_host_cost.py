@@ -127,8 +127,7 @@ def test_a_run_on_the_cpu() -> None:
     text = host.tables(rows, run | {"left": ["a late row"]})
     assert all(f"### {title}" in text for title in host.PARTS.values())
     lines = [line for line in text.splitlines() if line.startswith("| ") and not line.startswith(("| call", "| ---"))]
-    assert len(lines) == len(rows)
-    assert {line.count("|") for line in lines} == {9}
+    assert (len(lines), {line.count("|") for line in lines}) == (len(rows), {9})
     assert text.endswith("\nNo time was left for: a late row\n")
 
 

@@ -120,13 +120,11 @@ def test_a_row_has_our_own_unquantised_and_the_share_of_the_copy_rate(case):
     found = row.figures(OURS)
     assert found.tbs == pytest.approx(case.read_bytes() / 2e-6 / 1e9)
     assert row.read_bytes == case.read_bytes() < case.unquantised().read_bytes()
-    assert row.limit == "copy"
-    assert found.of_floor == pytest.approx(found.tbs / LIMITS.copy_tbs)
+    assert (row.limit, found.of_floor) == ("copy", pytest.approx(found.tbs / LIMITS.copy_tbs))
     assert found.ratio == pytest.approx(1.0)
     wide, size = row.figures("unquantised"), case.unquantised().read_bytes()  # what it reads is more
     assert wide.tbs == pytest.approx(size / 2e-6 / 1e9)
-    assert wide.of_floor == pytest.approx(wide.tbs / LIMITS.copy_tbs)
-    assert row.case == case
+    assert (wide.of_floor, row.case) == (pytest.approx(wide.tbs / LIMITS.copy_tbs), case)
 
 
 def large():

@@ -214,8 +214,7 @@ def test_an_interrupt_before_the_first_figure_leaves_the_comparison(out, copy, m
     bench(*SHORT, *own(copy), "--out", str(out), *resume, exits=130)
     after = contents(out)
     kept = [name for name in before if name.endswith(("releases.json", "releases.md", "bench.json", "bench.csv"))]
-    assert len(kept) == 6
-    assert {name: after[name] for name in kept} == {name: before[name] for name in kept}
+    assert (len(kept), {name: after[name] for name in kept}) == (6, {name: before[name] for name in kept})
 
 
 @pytest.mark.usefixtures("device")

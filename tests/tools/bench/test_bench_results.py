@@ -39,8 +39,7 @@ def test_figures_of_rows_that_memory_or_computing_bounds():
     # The fastest by its median; of what is there for reference alone nothing is held against us.
     assert row.best_peer == "fa3/vllm, schedule given"
     # Round by round: 4.5/4, 9/5, 4.5/4.
-    assert ours.ratio == pytest.approx(4.5 / 4)
-    assert prepared.ratio == pytest.approx(1.8)
+    assert (ours.ratio, prepared.ratio) == (pytest.approx(4.5 / 4), pytest.approx(1.8))
     assert row.figures("fa3/vllm").ratio is None
     assert ours.spread == pytest.approx(0.25)
     assert not row.failed
@@ -67,8 +66,7 @@ def test_a_case_is_gated_and_timed():
     row = run_case("seed", case, clock, LIMITS, ALONE)
     assert [f.name for f in row.contenders] == ["portattn", "portattn prepared"]
     ours = row.figures("portattn")
-    assert ours.rounds_ms == (0.5, 0.5, 0.5)
-    assert ours.graph_ms == (0.5,) * run.GRAPH_ROUNDS
+    assert (ours.rounds_ms, ours.graph_ms) == ((0.5, 0.5, 0.5), (0.5,) * run.GRAPH_ROUNDS)
     assert (ours.host_us.median, ours.extra_bytes, ours.path) == (5.0, 64, "sdpa")
     assert {timing for _, timing, _ in clock.turns} == {"do_bench"}
     assert row.plan[0].startswith("paged_attention")
