@@ -10,12 +10,15 @@ import cost_ranks
 import msgspec
 import pytest
 from click.testing import CliRunner
+from places import tables
 from rank_processes import Ranks
 
 from portattn.cli import main
 from portattn.distributed import Rates, context_parallel_cost, decode_parallel_cost
 from portattn.distributed.cost import pairs
 from portattn.errors import ArgumentError
+
+TABLES = tables(__file__)
 
 Start = Callable[[int], Ranks]
 LONG = ((1, 32, 131072, 128), (1, 8, 131072, 128))
@@ -109,15 +112,7 @@ def test_bad_input(options: dict[str, Any], text: str) -> None:
     assert text in str(raised.value)
 
 
-@pytest.mark.parametrize(("options", "text"), [
-    ({"ranks": 0}, "decode_parallel_cost: ranks is 0, but must be an integer ≥ 1"),
-    ({"ranks": 2, "dtype": "fp8"}, "decode_parallel_cost: dtype is 'fp8'"),
-    ({"ranks": 3, "heads": "shard"}, "decode_parallel_cost: heads_q is 64, but must be a multiple of the 3 ranks"),
-    ({"ranks": 2, "heads": "some"}, "decode_parallel_cost: heads is 'some', but must be one of all, shard"),
-    ({"ranks": 2, "kv": (1, 2, 4096, 576), "latent": True}, "heads_k is 2, but must be 1 of latent keys"),
-    ({"ranks": 2, "dim_v": 577, "latent": True}, "dim_v is 577, but must be at most D, 576: latent values are"),
-    ({"ranks": 2, "dim_v": 0}, "decode_parallel_cost: dim_v is 0, but must be an integer ≥ 1"),
-])  # fmt: skip
+@pytest.mark.parametrize(("options", "text"), TABLES["bad_input_of_decoding"])
 def test_bad_input_of_decoding(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ArgumentError) as raised:
         decode_parallel_cost(**{"q": (1, 64, 1, 576), "kv": (1, 1, 4096, 576)} | options)
@@ -151,16 +146,7 @@ def test_the_command_prints_text_and_json() -> None:
     assert "decode over 2 ranks" in CliRunner().invoke(main, decode).output
 
 
-@pytest.mark.parametrize(("options", "text"), [
-    (("--rate", "lunk=3"), "--rate is 'lunk=3', but must be one of forward, backward"),
-    (("--rate", "link=fast"), "must have a positive number behind ="),
-    (("--window", "3"), "--window is '3', but must be two integers"),
-    (("--heads", "shard"), "--heads goes with --decode alone"),
-    (("--decode", "--causal"), "--causal does not go with --decode"),
-    (("--inner", "3"), "context-parallel: --ranks is 8, but must be a multiple of --inner, 3"),
-    (("--dv", "0"), "context-parallel: --dv is 0, but must be an integer ≥ 1"),
-    (("--ranks", "7"), "context-parallel: S of --q is "),
-])  # fmt: skip
+@pytest.mark.parametrize(("options", "text"), TABLES["the_command_refuses_bad_input"])
 def test_the_command_refuses_bad_input(options: tuple[str, ...], text: str) -> None:
     called = CliRunner().invoke(main, ["context-parallel", *SHAPES, *options])
     assert called.exit_code == 2

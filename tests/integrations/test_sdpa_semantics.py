@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 import torch
 from packaging.version import Version
+from places import tables
 from sdpa_cases import Around, check, kept_by, path, samples
 from torch.nn.attention import SDPBackend, bias, sdpa_kernel
 
 import portattn
 from portattn.integrations import sdpa, sdpa_mapping
+
+TABLES = tables(__file__)
 
 theirs = torch._C._nn.scaled_dot_product_attention
 ours = sdpa.scaled_dot_product_attention
@@ -26,31 +29,7 @@ def tensors(*shapes, device="cpu", dtype=torch.float32, grad=True):
 
 
 # name: query, key, value; enable_gqa
-SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], bool]] = {
-    "2-D": ((3, 8), (5, 8), (5, 8), False), "3-D": ((2, 3, 8), (2, 5, 8), (2, 5, 8), False),
-    "4-D": ((2, 4, 3, 8), (2, 4, 5, 8), (2, 4, 5, 8), False),
-    "5-D": ((2, 3, 4, 3, 8), (2, 3, 4, 5, 8), (2, 3, 4, 5, 8), False),
-    "6-D": ((2, 1, 2, 4, 3, 8), (2, 1, 2, 4, 5, 8), (2, 1, 2, 4, 5, 8), False),
-    "value's own width": ((2, 4, 3, 8), (2, 4, 5, 8), (2, 4, 5, 12), False),
-    "more queries": ((2, 4, 7, 8), (2, 4, 5, 8), (2, 4, 5, 8), False),
-    "3-D query": ((4, 3, 8), (2, 4, 5, 8), (2, 4, 5, 8), False),
-    "2-D query": ((3, 8), (2, 4, 5, 8), (2, 4, 5, 8), False),
-    "one batch of queries": ((1, 4, 3, 8), (2, 4, 5, 8), (2, 4, 5, 8), False),
-    "one batch of keys": ((2, 4, 3, 8), (1, 4, 5, 8), (1, 4, 5, 8), False),
-    "one head of keys": ((2, 4, 3, 8), (2, 1, 5, 8), (2, 1, 5, 8), False),
-    "one head of queries": ((2, 1, 3, 8), (2, 4, 5, 8), (2, 4, 5, 8), False),
-    "heads of value alone": ((2, 1, 3, 8), (2, 1, 5, 8), (2, 4, 5, 8), False),
-    "5-D, broadcast": ((2, 1, 4, 3, 8), (3, 1, 5, 8), (2, 1, 1, 5, 8), False),
-    "GQA": ((2, 4, 3, 8), (2, 2, 5, 8), (2, 2, 5, 8), True), "MQA": ((2, 4, 3, 8), (2, 1, 5, 8), (2, 1, 5, 8), True),
-    "3-D GQA": ((4, 3, 8), (2, 5, 8), (2, 5, 8), True),
-    "5-D GQA": ((2, 3, 4, 3, 8), (2, 3, 2, 5, 8), (2, 3, 2, 5, 8), True),
-    "GQA that is none": ((2, 4, 3, 8), (2, 4, 5, 8), (2, 4, 5, 8), True),
-    "no queries": ((2, 4, 0, 8), (2, 4, 5, 8), (2, 4, 5, 8), False),
-    "no keys": ((2, 4, 3, 8), (2, 4, 0, 8), (2, 4, 0, 8), False),
-    "neither": ((2, 4, 0, 8), (2, 4, 0, 8), (2, 4, 0, 8), False),
-    "no batch": ((0, 4, 3, 8), (0, 4, 5, 8), (0, 4, 5, 8), False),
-    "no keys, 3-D": ((4, 3, 8), (4, 0, 8), (4, 0, 8), False),
-}  # fmt: skip
+SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], bool]] = TABLES["shapes"]
 
 
 @GRAD

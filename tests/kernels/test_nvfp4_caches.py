@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from places import tables
 from support import assert_right, problem, random_call, run_core
 from test_quantised_accuracy import INPUTS, written
 from test_quantised_words import check_exact_words, check_words, unpackings
@@ -15,26 +16,10 @@ from portattn.schema.lowering import Launch, Lowering
 from portattn.testing.random_writing import judge_writing, random_writing
 from portattn.validate.checks import words_aligned
 
+TABLES = tables(__file__)
+
 SMALL: dict[str, Any] = {"heads_q": 4, "heads_k": 2, "seq_q": 2, "batch": 3, "dtype": "bf16", "kv_format": "nvfp4"}
-CACHES: dict[str, dict[str, Any]] = {
-    "decode": {
-        "op": "decode_attention", "seq_k": 50, "seqlens_k": True, "leftpad_k": True, "window_left": 9,
-        "causal": "bottom_right", "head_dim": 32,
-    },
-    "decode_fp16_bshd": {
-        "op": "decode_attention", "seq_k": 40, "dtype": "fp16", "layout": "bshd", "mask": True, "head_dim": 48,
-        "head_dim_v": 16,
-    },
-    "decode_two_parts": {"op": "decode_attention", "seq_k": 37, "head_dim": 576, "head_dim_v": 32, "return_lse": True},
-    "decode_tree": {
-        "op": "decode_attention", "seq_k": 70, "seqlens_k": True, "tree_mask": True, "seq_q": 5, "head_dim": 32,
-    },
-    "paged_small_pages": {"op": "paged_attention", "page_size": 6, "seq_k": 42, "bias": True, "head_dim": 80},
-    "paged_packed_hpd": {
-        "op": "paged_attention", "page_size": 16, "seq_k": 48, "page_layout": "hpd", "total_q": 9, "seq_q": 5,
-        "causal": "bottom_right", "sinks": True, "dtype": "fp16", "softcap": True, "head_dim": 32,
-    },
-}  # fmt: skip
+CACHES: dict[str, dict[str, Any]] = TABLES["caches"]
 
 
 def quantised(device, cache, scales, strides="plain", **fields):
@@ -213,16 +198,7 @@ def test_scales_that_are_not_aligned_are_no_words(width, by):
     assert not words_aligned((rows, rows), (there, None))
 
 
-CASES: dict[str, dict[str, Any]] = {
-    "append": {
-        "op": "append_kv", "batch": 3, "seq_q": 7, "seq_k": 20, "head_dim": 32, "head_dim_v": 16, "seqlens_k": True,
-    },
-    "pages": {"op": "write_pages", "batch": 1, "seq_q": 19, "seq_k": 24, "page_size": 6, "head_dim": 48},
-    "pages_rotated_hpd": {
-        "op": "write_pages", "batch": 1, "seq_q": 11, "seq_k": 32, "page_size": 16, "head_dim": 32, "rotary": "neox",
-        "rotary_dim": 16, "page_layout": "hpd", "dtype": "fp32",
-    },
-}  # fmt: skip
+CASES: dict[str, dict[str, Any]] = TABLES["cases"]
 
 
 def case(name, scales):

@@ -4,39 +4,18 @@ from typing import Any
 
 import pytest
 import torch
+from places import tables
 from support import Device, assert_right, problem, random_call, run_core
 
 from portattn.reference import blockwise
 from portattn.schema.call import Call
 from portattn.schema.problem_limits import FORMATS, ONE_SCALE
 
+TABLES = tables(__file__)
+
 SMALL: dict[str, Any] = {"heads_q": 4, "heads_k": 2, "seq_q": 2, "batch": 3, "dtype": "bf16"}
 # Caches, each with features that decide how scales are read: hidden tokens, paddings, pages, packed queries.
-CACHES: dict[str, dict[str, Any]] = {
-    "decode": {
-        "op": "decode_attention", "seq_k": 50, "seqlens_k": True, "leftpad_k": True, "window_left": 9,
-        "causal": "bottom_right",
-    },
-    "decode_fp16_bshd": {"op": "decode_attention", "seq_k": 40, "dtype": "fp16", "layout": "bshd", "mask": True},
-    "paged_small_pages": {"op": "paged_attention", "page_size": 6, "seq_k": 42, "bias": True},
-    "paged_packed_hpd": {
-        "op": "paged_attention", "page_size": 16, "seq_k": 48, "page_layout": "hpd", "total_q": 9, "seq_q": 5,
-        "causal": "bottom_right", "sinks": True, "dtype": "fp16", "softcap": True,
-    },
-    "sparse": {"op": "sparse_attention", "seq_q": 1, "seq_k": 37, "tokens": 20, "seqlens_k": True, "log_weights": True},
-    "sparse_pages_magicpig": {
-        "op": "sparse_attention", "seq_q": 1, "seq_k": 36, "page_size": 6, "tokens": 20, "seqlens_k": True,
-        "dtype": "fp16", "magicpig": True, "softcap": True,
-    },
-    "latent": {
-        "op": "mla_attention", "page_size": 16, "seq_k": 48, "heads_k": 1, "head_dim": 40, "head_dim_v": 32,
-        "causal": "bottom_right", "sinks": True,
-    },
-    "latent_small_pages_packed": {
-        "op": "mla_attention", "page_size": 6, "seq_k": 42, "heads_k": 1, "head_dim": 24, "head_dim_v": 16,
-        "total_q": 9, "seq_q": 5, "window_left": 9, "dtype": "fp16",
-    },
-}  # fmt: skip
+CACHES: dict[str, dict[str, Any]] = TABLES["caches"]
 # Of latent rows with their scales inside.
 DS = {"kv_format": "fp8_ds_mla", "head_dim": 272, "head_dim_v": 256, "dtype": "bf16"}  # fmt: skip
 SCALED = [(kind, scales) for kind in ONE_SCALE for scales in FORMATS[kind].scales]

@@ -8,11 +8,14 @@ import click.testing
 import pytest
 import torch
 from benchfakes import FakeClock, a_result, a_run, figures, made
+from places import tables
 from tiny import shrunk
 
 from portattn.cli import main
 from portattn.tools.bench import firstcall, gate, peers, releases, results, rounds, run, workloads
 from portattn.tools.bench.cases import SETS
+
+TABLES = tables(__file__)
 
 
 def bench(*arguments, exits: int | None = None):
@@ -29,17 +32,7 @@ def test_help_names_every_set_and_peer():
     assert f"(scripts/bench_sets/):{','.join(workloads.WORKLOADS)}." in text
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--set", "decoed"), "--set is 'decoed', but must be one of dense18, dense-gqa"),
-        (("--only", "nothing"), "--only is 'nothing', but must match a case of seed"),
-        (("--peer", "fa4"), "--peer is 'fa4', but must be one of sdpa, torch, flex, fa3, flashmla"),
-        (("--peer-libs", "/no/such/folder"), "does not exist"), (("--peer-file", "/no/such/file.py"), "does not exist"),
-        (("--resume",), "--resume is True, but needs --out"), (("--budget", "0"), "--budget"),
-        (("report", "/no/such/file"), "does not exist"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("arguments", "message"), TABLES["bad_input"])
 def test_bad_input(arguments, message):
     assert message in bench(*arguments, exits=2).stderr
 

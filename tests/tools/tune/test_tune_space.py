@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from places import tables
 
 from portattn.errors import DataError
 from portattn.planning.compiler_options import check_launch_values
@@ -14,6 +15,8 @@ from portattn.tools.tune.classes import UNTUNED, parse, workload
 from portattn.tools.tune.core import Axis, candidates, left_out, spaces
 from portattn.tools.tune.run import tunables
 from portattn.tools.tune.tunable import Choice
+
+TABLES = tables(__file__)
 
 DENSE = "attention q=4,16,4096,{dim} kv=4,16,4096,{dim} dtype={dtype} causal"
 TUNED = [kernel for kernel in CORES.values() if kernel.op not in UNTUNED]
@@ -50,16 +53,7 @@ def test_every_kernel_of_a_function_has_a_space():
     assert {one.name for target in TARGETS for one in tunables(target)} >= set(SEARCHED)
 
 
-@pytest.mark.parametrize(
-    ("axis", "message"),
-    [
-        ('name = "block_q", values = [1]', "'block_q' is no field"),
-        ('name = "splits", values = [2]', "'splits' is no field"),
-        ('name = "load", values = ["tma"]', "'tma' is outside"),
-        ('name = "maxnreg", values = [128], chip = ["wings"]', "chip names 'wings'; known: deep_pipeline, "),
-        ('name = "block_n", values = [64], when = ["seq_kk>5"]', "unknown name"),
-    ],
-)
+@pytest.mark.parametrize(("axis", "message"), TABLES["an_unsound_axis_is_named"])
 def test_an_unsound_axis_is_named(axis: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "axes.toml"
     file.write_text(tune_core.AXES.read_text().replace("sparse = [\n", f"sparse = [\n  {{ {axis} }},\n"))
@@ -122,16 +116,7 @@ def test_an_axis_that_is_added_is_searched(monkeypatch):
     assert len(list(candidates("decode_split", CORES[p.op].choices, p, target, Choice()))) == 2 * before
 
 
-@pytest.mark.parametrize(
-    ("launch", "why"),
-    [
-        ({"block_m": 64, "block_n": 128, "num_stages": 6}, "K and V tiles alone take 327680 bytes"),
-        ({"block_m": 128, "block_n": 128, "num_warps": 2}, "take 512 registers a thread, of 255"),
-        ({"block_m": 64, "block_n": 64, "num_warps": 8}, "8 warps share 64 rows"),
-        ({"block_m": 128, "block_n": 64, "num_warps": 8, "maxnreg": 128}, "maxnreg with 8 warps"),
-        ({"block_m": 64, "block_n": 64, "num_warps": 4, "num_stages": 3}, ""),
-    ],
-)
+@pytest.mark.parametrize(("launch", "why"), TABLES["rules"])
 def test_rules(launch, why):
     said = left_out(Choice(launch=launch), problem(PROBLEMS["dense_forward"]), TARGETS[0])
     assert (why in said, bool(said)) == (True, bool(why))

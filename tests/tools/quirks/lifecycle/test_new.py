@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import quirk_files
 from lifecycle_logs import FOLDER, NAMES, facts_of, told
+from places import tables
 from planted_records import incident
 
 from portattn.errors import ArgumentError, DataError
@@ -22,6 +23,8 @@ from portattn.schema.toml_reader import tomllib
 from portattn.tools.quirks import audit, draft_texts, drafts, failure_facts
 from portattn.tools.quirks.draft_texts import MARK, excerpt, open_lines
 from portattn.tools.quirks.failure_facts import excerpts
+
+TABLES = tables(__file__)
 
 # One failure, which is a compiler's; the options are those that the log's own file names.
 DRAFTED = [
@@ -329,16 +332,7 @@ def crafted(env: dict[str, Any] | None = None, **signature: Any) -> str:
     return f"triton==3.6.0\ntimeout at ttgir: no answer in 120 s\n{json.dumps(request)}\n"
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "kept"),
-    [
-        ("TRITON_PTXAS_PATH", "/tmp/evil", False), ("TRITON_PTXAS_BLACKWELL_PATH", "/tmp/evil", False),
-        ("LD_PRELOAD", "/tmp/evil.so", False), ("PATH", "/tmp", False), ("PYTHONPATH", "/tmp", False),
-        ("PTXAS_OPTIONS", "--output-file=/tmp/evil", False), ("TRITON_KERNEL_OVERRIDE", "1", False),
-        ("DISABLE_LLVM_OPT", "/tmp/evil", False), ("TRITON_ALWAYS_COMPILE", "1", True), ("DISABLE_LLVM_OPT", "1", True),
-        ("TRITON_HIP_USE_ASYNC_COPY", "0", True),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "value", "kept"), TABLES["a_replay_has_only_variables_that_are_permitted"])
 def test_a_replay_has_only_variables_that_are_permitted(registry, tmp_path, portattn, name, value, kept) -> None:
     [found] = failure_facts.from_log(crafted({name: value}), "build.log", registry)
     assert found.env == ({name: value} if kept else {})
@@ -361,18 +355,7 @@ def test_an_incidents_variables_are_as_a_logs(registry) -> None:
     assert any("TRITON_PTXAS_PATH='/tmp/evil'" in text for text in found.left_out)
 
 
-@pytest.mark.parametrize(
-    ("changed", "why"),
-    [
-        ({"module": "evil"}, "kernel evil:dense_forward: neither portattn's nor an installed backend's"),
-        ({"module": "portattn.cli.__main__"}, "neither portattn's nor"),
-        ({"module": "portattn.kernels.."}, "neither portattn's nor"),
-        ({"function": "__import__('os')"}, "neither portattn's nor"),
-        ({"types": {"q": "tensordesc<fp16[1],__import__('os').abort()>"}}, 'the type of argument q is "tensordesc'),
-        ({"types": {"q": "tensordesc<fp16[1],NVMMASharedLayout(exit())>"}}, "must be a scalar, a pointer or a desc"),
-        ({"types": 3}, "the quoted request: this release cannot read its signature"),
-    ],
-)
+@pytest.mark.parametrize(("changed", "why"), TABLES["a_replay_imports_and_evaluates_nothing_of_a_log"])
 def test_a_replay_imports_and_evaluates_nothing_of_a_log(registry, changed: dict[str, Any], why: str) -> None:
     """Triton evaluates the layout in a descriptor's type."""
     [found] = failure_facts.from_log(crafted(**changed), "build.log", registry)
