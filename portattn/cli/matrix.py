@@ -148,21 +148,26 @@ def run(
 
 @matrix.command()
 @click.argument("folder", metavar="DIR", **PATH)
-@options(("--html", {"type": FILE["type"]}, "The page to write; DIR/index.html by default."))
+@options(
+    ("--html", {"type": FILE["type"]}, "The page to write; DIR/index.html by default."),
+    ("--markdown", FILE, "Write the cells as a Markdown table, with the source of each one's evidence."),
+)
 @matrix_compare.fail_on_option("red, note, not_run")
 @json_option
-def report(folder: Path, html: Path | None, fail_on: tuple[str, ...], as_json: bool) -> None:
+def report(folder: Path, html: Path | None, markdown: Path | None, fail_on: tuple[str, ...], as_json: bool) -> None:
     """Write the page for the results in DIR, also of an interrupted run.
 
     Exit status 0 whatever the cells say, unless --fail-on names red kinds: `red`, `note`, `not_run`. 2 when the
     results cannot be read or are of another schema version."""
     from portattn.tools.compare.verdict import STATUSES, of_run, words
-    from portattn.tools.matrix import results
+    from portattn.tools.matrix import results, site
 
     red = words(fail_on, "matrix report", STATUSES)
     made, cells = results.read(results.file_of(folder) if folder.is_dir() else folder / results.NAME)
     page = html or folder / PAGE
     write_page(made, cells, page)
+    if markdown:
+        results.write_data(markdown, site.markdown(made, cells).encode())
     if as_json:
         emit_json(_summary(made, cells) | {"page": str(page)})
     else:
@@ -211,7 +216,7 @@ def _tell(made: Run, cells: list[Cell], verdict: Verdict, out: Path, as_json: bo
 
 def _summary(made: Run, cells: list[Cell]) -> dict[str, Any]:
     from portattn.tools.compare.verdict import STATUSES
-    from portattn.tools.matrix.cell_text import gaps
+    from portattn.tools.matrix.cell_text import gaps, witness
     from portattn.tools.matrix.cells import said_label
 
     return {
@@ -219,6 +224,7 @@ def _summary(made: Run, cells: list[Cell]) -> dict[str, Any]:
         "statuses": dict(Counter(cell.status for cell in cells)),
         "levels": dict(Counter(cell.level for cell in cells if cell.status == "PASS")),
         "labels": dict(Counter(label for cell in cells if (label := said_label(cell)))), "empty": gaps(made, cells),
+        "evidence": dict(Counter(found for cell in cells if (found := witness(cell, made)))),
         # By the words of --fail-on; `notes` of a verdict are something else.
         **{
             kind: [{name: getattr(cell, name) for name in _LISTED} for cell in cells if cell.status in statuses]

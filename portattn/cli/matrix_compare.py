@@ -1,4 +1,4 @@
-"""`portattn matrix diff|merge|baseline|check|log|site`, and the options and output that they share with other commands.
+"""`portattn matrix diff|merge|export|baseline|check|log|site`, and options and output shared with other commands.
 
 Runs of the matrix compared, joined, kept and shown; a run's page, its verdict, JUnit XML and exit status."""
 
@@ -68,9 +68,12 @@ def counts(cells: Sequence[Cell]) -> str:
 
 
 def tell_cells(made: Run, cells: Sequence[Cell], of: str = "", more: str = "") -> None:
-    from portattn.tools.matrix.cell_text import gaps
+    from portattn.tools.matrix.cell_text import gaps, witness
 
     click.echo(f"{plural(len(cells), 'cell')}{of}: {counts(cells)}{more}")
+    sources = Counter(found for cell in cells if (found := witness(cell, made)))
+    if sources:
+        click.echo(f"evidence: {', '.join(f'{number} by {source}' for source, number in sources.most_common())}")
     for gap in gaps(made, cells):
         where = f" ({', '.join(gap.targets)})" if gap.targets else ""
         click.echo(f"{plural(gap.cells, 'cell')} {gap.why.word}{where}: {gap.why.short}")
@@ -195,7 +198,7 @@ def as_date(day: datetime.datetime | None) -> datetime.date | None:
 
 
 def add_to(group: click.Group) -> None:
-    for command in (diff, merge, baseline, check, log, site):
+    for command in (diff, merge, export, baseline, check, log, site):
         group.add_command(command)
 
 
@@ -255,8 +258,9 @@ def _counts(op: str, argument: str, before: Snapshot, after: Snapshot, partial: 
 def merge(runs: tuple[Path, ...], out: Path, as_json: bool) -> None:
     """Make one run of several machines' runs, and its page.
 
-    Of several results of a cell the one with most evidence is kept, a red one before any other; the others stay in the
-    record. Runs of different kernels, code or data are refused.
+    RUN may also be a signed file of `portattn report`, or a bundle of `matrix export` with its results.bin. Of several
+    results of a cell the one with most evidence is kept, a red one before any other; the others stay in the record.
+    Runs of different kernels, code or data are refused.
 
     Exit status 1: two runs differ in a cell though all that it depends on is the same. 2: runs that cannot be merged.
     """
@@ -279,6 +283,44 @@ def _merged(runs: Sequence[Path], out: Path | None = None) -> MergedRun:
 
     command = ["portattn", "matrix", "merge", *(path.name for path in runs), *(["--out", out.name] if out else [])]
     return results.merge([results.read_cells(path) for path in runs], [str(p) for p in runs], shlex.join(command))
+
+
+@click.command()
+@click.argument("run", metavar="RUN", **PATH)
+@options(
+    ("--out", PATH | {"required": True, "metavar": "DIR"}, "Folder of the bundle; an earlier bundle is replaced."),
+    ("--seconds", SHOWN | {"type": param_types.SECONDS, "default": 120.0}, "Limit of each compile."),
+)
+@json_option
+def export(run: Path, out: Path, seconds: float, as_json: bool) -> None:
+    """Write RUN's AMD cells as a bundle that anyone with the chip, or an emulator of it, can run.
+
+    A bundle has code objects, launches with their memory, expected results and a program that runs them (build it with
+    hipcc; its first lines say how). Its results.bin, put into DIR, makes DIR a run for `matrix merge` and `site`.
+
+    Exit status 2: RUN cannot be read, or DIR holds what is not a bundle's. 3: no cell of RUN can be exported."""
+    from portattn.cli.output import ProgressCounter
+    from portattn.testing import bundle
+    from portattn.tools.matrix import provenance, results
+    from portattn.tools.matrix.run import Options
+    from portattn.tools.matrix.run import export as exported
+
+    if out.exists() and not (out / bundle.MANIFEST).exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ArgumentError("matrix export", "--out", str(out), "is not written over: it is not empty, and no bundle")
+    made, cells = results.read_cells(run)
+    provenance.must_be_of_this_code(made, cells, run)
+    with ProgressCounter(len(cells), 0, "cells") as progress:
+        found, data, left_out, runner = exported(cells, Options(seconds=seconds), progress.step)
+    if runner is not None:
+        names = {cell.id for cell in found}
+        kept = tuple(cell for cell in cells if cell.id in names)
+        listed = msgspec.structs.replace(made, cells=tuple(cell.id for cell in kept))
+        replace_folder(out, bundle.files(listed, kept, found, data, runner))
+    if as_json:
+        emit_json({"out": str(out), "cells": sorted(cell.id for cell in found), "left_out": left_out})
+    elif found:
+        click.echo(f"{out}: {plural(len(found), 'cell')}, {len(left_out)} left out; runner: {runner and runner.name}")
+    require_some(len(found), "exported", left_out.values())
 
 
 @click.command()

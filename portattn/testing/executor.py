@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -141,6 +142,8 @@ class Executor:
     asks: Literal["text", "full"] = "full"  # of the real problem: facts of machine code, or text for `analyze`
     lowers_to: str = ""  # language of that text; empty for machine code
     arches: tuple[str, ...] = ()  # chips whose code it runs; empty: all of its backend
+    evidence: str = ""  # words for the source of its level in reports
+    runner: Path | None = None  # source of a program that runs exported launches on the chip (testing/bundle.py)
     findings: tuple[str, ...] = ()  # kinds of errors of the running child that prove the code wrong
 
     def __init__(self, seconds: float) -> None:
@@ -195,12 +198,20 @@ class Executor:
     def _one(
         self, plan: Plan, problem: Problem, target: Target, compiler: Worker, runner: Worker, where: str
     ) -> Numerics:
+        made = self.compiled(plan, problem, target, compiler)
+        return made if isinstance(made, Numerics) else self.run(*made, problem, target, runner, where)
+
+    def compiled(
+        self, plan: Plan, problem: Problem, target: Target, compiler: Worker, facts: str = "text"
+    ) -> tuple[dict[str, Any], list[Any]] | Numerics:
+        """Return the request to run a problem by a plan and the piece of each compiled launch, or the failure."""
         from portattn.testing.verdict import call_of, plan_of
 
+        where = self.where(target)
         request, pieces = request_of(plan, problem, plan.path, target.name, "cpu"), []
         small, call = plan_of(request, target), call_of(request)
         for launch in kernel_calls(small, call, target.arch.cores)[0]:
-            reply = compile_in(compiler, launch, small, target, self.seconds, "text")
+            reply = compile_in(compiler, launch, small, target, self.seconds, facts)
             if reply.outcome != "ok":
                 reason = self.refusal(launch.function, reply)
                 return Numerics(outcome=reply.outcome, where=where, problem=problem, reason=reason)
@@ -208,7 +219,7 @@ class Executor:
                 reason = f"error: OutOfResources: {launch.function}: {over}"
                 return Numerics(outcome="error", where=where, problem=problem, reason=reason)
             pieces.append(self.piece(launch, reply))
-        return self.run(request, pieces, problem, target, runner, where)
+        return request, pieces
 
     def run(
         self,

@@ -63,6 +63,7 @@ class Numerics(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     budget: float | None = None
     lse_error: float | None = None
     lse_budget: float | None = None
+    microseconds: float | None = None  # a call's device time, if it was timed
     reason: str = ""
 
 
@@ -105,6 +106,7 @@ def numerics(reply: Reply, where: str, problem: Problem) -> Numerics:
         budget=facts["budget"],
         lse_error=facts.get("lse_error"),
         lse_budget=facts.get("lse_budget"),
+        microseconds=facts.get("microseconds"),
         reason="; ".join(reasons),
     )
 
@@ -117,6 +119,8 @@ def figure(numerics: Numerics) -> str:
     parts = [f"max error {numerics.error:.2e} of {numerics.budget:.2e} allowed"]
     if numerics.lse_error is not None:
         parts.append(f"LSE {numerics.lse_error:.2e} of {numerics.lse_budget:.2e}")
+    if numerics.microseconds is not None:
+        parts.append(f"{numerics.microseconds:.1f} µs")
     return ("" if numerics.outcome == "pass" else "FAIL: ") + ", ".join(parts)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -295,26 +297,52 @@ def judge(
 
 
 def compare(request: dict[str, Any], enter: Callable[[str], None] = lambda stage: None) -> dict[str, Any]:
-    """Run `path` of `target` on random tensors, NaN in outputs and padding: {"facts": …} of testing/verdict.judge."""
+    """Run `path` of `target` on random tensors, NaN in outputs and padding: {"facts": …} of testing/verdict.judge.
+
+    With `timed` the facts have `microseconds`, if the device's events keep time."""
     call, target = call_of(request), Registry.load().target(request["target"])
     enter(RUNS)
-    probabilities = "as_q"
     with nan_filled_memory(), torch.no_grad():
-        if request["path"] == "reference":
-            reference = blockwise.run_backward if call.problem.backward else blockwise.run
-            out, lse = (write.run if call.problem.writes else reference)(call)
-        elif "lowering" in request:
-            out, lse = run_core(plan_of(request, target), call, target.arch.cores)
-        else:
-            backend = Registry.load().backends[target.backend]
-            variant = next((v for v in backend.variants if v.name == request["path"]), None)
-            if variant is not None:
-                _, out, lse = run_variant(variant.for_toolchain(target.toolchain), call)
-                probabilities = variant.probabilities
-            else:
-                out, lse = next(v for v in backend.vendor if v.name == request["path"]).run(call)
+        out, lse, probabilities = _run_path(request, call, target)
     precision = request.get("lowering", {}).get("dot_precision", "ieee") if request["path"] == "triton" else "ieee"
-    return {"facts": judge(call, out, lse, precision, probabilities)}
+    facts = judge(call, out, lse, precision, probabilities)
+    if request.get("timed"):
+        enter("time")
+        with torch.no_grad():
+            facts |= _timed(lambda: _run_path(request, call, target), call.q.device.type)
+    return {"facts": facts}
+
+
+def _run_path(request: Mapping[str, Any], call: Call, target: Target) -> tuple[torch.Tensor, Any, str]:
+    """Return the results, and the format of the path's probabilities."""
+    if request["path"] == "reference":
+        reference = blockwise.run_backward if call.problem.backward else blockwise.run
+        return (*(write.run if call.problem.writes else reference)(call), "as_q")
+    if "lowering" in request:
+        return (*run_core(plan_of(dict(request), target), call, target.arch.cores), "as_q")
+    backend = Registry.load().backends[target.backend]
+    variant = next((v for v in backend.variants if v.name == request["path"]), None)
+    if variant is None:
+        return (*next(v for v in backend.vendor if v.name == request["path"]).run(call), "as_q")
+    _, out, lse = run_variant(variant.for_toolchain(target.toolchain), call)
+    return out, lse, variant.probabilities
+
+
+TIMED_CALLS, TIMED_SECONDS = 7, 3.0  # the median of these calls counts, or of those begun within these seconds
+
+
+def _timed(run: Callable[[], Any], device_type: str) -> dict[str, float]:
+    """Return the device time of a call that has run before, on one shape: evidence, no benchmark."""
+    module, begun = getattr(torch, device_type), time.monotonic()
+    times: list[float] = []
+    while hasattr(module, "Event") and len(times) < TIMED_CALLS and time.monotonic() - begun < TIMED_SECONDS:
+        begin, end = (module.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        module.synchronize()
+        times.append(begin.elapsed_time(end))
+    return {"microseconds": 1e3 * statistics.median(times)} if times else {}
 
 
 def call_of(request: dict[str, Any]) -> Call:

@@ -6,6 +6,7 @@ only.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
 import importlib
@@ -204,8 +205,8 @@ def compile_signature(request: dict[str, Any], enter: Callable[[str], None]) -> 
     """Compile one Signature (as plain data) for one target and return facts about the machine code.
 
     A signature with a `file` is of a kernel outside portattn. The request's `facts`: basic, full (registers, spills,
-    instructions), text (the assembly), all, or code (full, and the machine code's text). `enter(stage)` is called
-    before each compiler stage."""
+    instructions), text (the assembly), all, code (full, and the machine code's text), or object (the assembly, and the
+    code object in base64). `enter(stage)` is called before each compiler stage."""
     signature, target = request["signature"], tuple(request["target"])
     if "file" in signature:  # a user's kernel: a failure before `parse` is not the compiler's
         from portattn.worker import own_kernels
@@ -216,7 +217,7 @@ def compile_signature(request: dict[str, Any], enter: Callable[[str], None]) -> 
         enter("parse")
         function = getattr(importlib.import_module(signature["module"]), signature["function"])
     wanted = request.get("facts")
-    text = wanted in ("text", "all")
+    text = wanted in ("text", "all", "object")
     if request.get("adapter"):
         enter("adapter")
         adapter = load(request["adapter"])
@@ -229,6 +230,8 @@ def compile_signature(request: dict[str, Any], enter: Callable[[str], None]) -> 
         facts |= assembly_text(kernel)
     if wanted == "code":
         facts["code"] = machine_text(kernel)
+    if wanted == "object":
+        facts["object"] = base64.b64encode(kernel.asm["hsaco"]).decode()
     return {"facts": facts, "toolchain": triton.__version__}
 
 

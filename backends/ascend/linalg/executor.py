@@ -48,6 +48,7 @@ class LinalgExecutor(Executor):
     code_task = "portattn.backends.ascend.linalg.executor:run_code"
     asks = "text"
     lowers_to = "linalg"
+    evidence = "lowered code on the CPU"
 
     def lacks(self, target: Target) -> str:
         return self.declines(target) or missing_reason()

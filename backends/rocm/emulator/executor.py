@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +36,8 @@ class EmulatorExecutor(Executor):
     code_task = "portattn.backends.rocm.emulator.executor:run_code"
     arches = tuple(ARCHES)
     findings = tuple(kind.__name__ for kind in Finding.__subclasses__())
+    evidence = "AMD model"
+    runner = Path(__file__).parents[1] / "run_bundle.cpp"
 
     def lacks(self, target: Target) -> str:
         """Return why this target's code cannot run in a model; empty if it can."""
@@ -53,12 +57,13 @@ class EmulatorExecutor(Executor):
         return small_problems(plan)[:1]
 
     def piece(self, launch: KernelCall, reply: Reply) -> dict[str, Any]:
-        facts = reply.facts
-        return {
-            "text": str(facts.get("amdgcn", "")),
-            "lds": int(facts["scratchpad_bytes"]),
-            "waves": int(facts["num_warps"]),
-        }
+        facts, text = reply.facts, str(reply.facts.get("amdgcn", ""))
+        piece = {"text": text, "lds": int(facts["scratchpad_bytes"]), "waves": int(facts["num_warps"])}
+        if "object" not in facts:
+            return piece
+        symbol = re.search(r"^\s*\.amdhsa_kernel\s+(\S+)", text, re.MULTILINE)
+        assert symbol, "an AMD kernel's text has its descriptor"
+        return piece | {"object": facts["object"], "symbol": symbol[1]}
 
 
 # A kernel of a probe is small; the code of a broken compiler may never end.

@@ -16,8 +16,10 @@ from portattn.errors import ArgumentError
 from portattn.planning.core_path import seen_to_run
 from portattn.planning.data_files import VerifiedRun
 from portattn.planning.registry import Registry
+from portattn.schema import toml_reader
 from portattn.schema.problem import Problem
 from portattn.schema.target import Target
+from portattn.testing.executor import executors
 from portattn.testing.findings import Numerics, broken_gates, figure
 from portattn.tools import lab
 from portattn.tools.matrix.cells import Cell, Run, cell_id, entry, has_chip, said_label
@@ -197,6 +199,46 @@ def on_hardware(cell: Cell) -> VerifiedRun | None:
     """Return the hardware run (verified.toml) of portattn's own kernels; None for a red cell or another path."""
     target = None if cell.red or entry(cell).tier not in ("variant", "core") else _target(cell.target, cell.toolchain)
     return seen_to_run(target, problem=cell.problem) if target is not None else None
+
+
+class RecordedEvidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A row of a backend's evidence.toml: what tests without the chip show of a path. needs_grad: None is both."""
+
+    path: str
+    ops: tuple[str, ...]
+    evidence: str
+    needs_grad: bool | None = None
+
+
+@functools.lru_cache(maxsize=16)
+def recorded_evidence(backend: str) -> tuple[RecordedEvidence, ...]:
+    known = Registry.load().backends.get(backend)
+    path = known.folder / "evidence.toml" if known else None
+    if path is None or not path.exists():
+        return ()
+    data, text = toml_reader.read(path)
+    return toml_reader.convert(data["row"], tuple[RecordedEvidence, ...], path, text, "row")
+
+
+def witness(cell: Cell, run: Run) -> str:
+    """Return the source of a cell's evidence: an author and the date, a machine, an executor, or recorded tests."""
+    made = run.known.get(cell.origin)
+    if made is not None and made.author:
+        return f"{made.author.partition(' <')[0]}, {made.date:%Y-%m-%d}"
+    if cell.plan is None or cell.red or not has_chip(cell.target):
+        return ""
+    known = Registry.load().backends
+    own = executors(cell.backend).values() if cell.backend in known else ()
+    found = [one.evidence for one in own if one.level == cell.level and getattr(cell, one.name) is not None]
+    path, problem = cell.plan.path, cell.problem
+    found += [
+        row.evidence
+        for row in recorded_evidence(cell.backend)
+        if row.path == path and problem.op in row.ops and row.needs_grad in (None, problem.needs_grad)
+    ]
+    if cell.status == "PASS" and cell.level in ("runs", "measured"):
+        found = [cell.label or (cell.native.where if cell.native else "")]
+    return ", ".join(filter(None, found))
 
 
 @functools.lru_cache(maxsize=256)

@@ -59,6 +59,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     # toolchain -> its compiler here: this Python, another, or the lab's; empty without one
     toolchains: dict[str, str] = {}
     host: Host
+    author: str = ""  # `Name <mail>` of another machine's report or results, who answers for them
     versions: dict[str, str] = {}  # of this Python and its packages
     variables: dict[str, str] = {}  # environment variables that compilers read
     # executors of code whose chip is not here, by target and name -> "", or why it does not run

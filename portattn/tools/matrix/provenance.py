@@ -1,4 +1,6 @@
-"""Provenance of a run's cells: this portattn, its kernels, this machine and its compilers."""
+"""Provenance of a run's cells: this portattn, its kernels, this machine and its compilers, or another's author.
+
+A report is the file of `portattn report`: a run on a machine's devices, with the probes of their quirks."""
 
 from __future__ import annotations
 
@@ -8,24 +10,27 @@ import hashlib
 import importlib.metadata as metadata
 import os
 import platform
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
 
 import portattn
 from portattn.compile.record_store import COMPILER_VARIABLES
+from portattn.errors import DataError
 from portattn.planning.core_path import kernel_source_digest
 from portattn.planning.registry import Registry
 from portattn.schema.quirk import Quirk
 from portattn.schema.target import Target
 from portattn.schema.toolchain import installed_toolchain, is_installed
 from portattn.source_tree import source_commit
+from portattn.testing import bundle
 from portattn.testing.executor import executors, interpreter_missing
-from portattn.tools import lab
-from portattn.tools.matrix.cells import Device, Host, Identity, Run, cell_key, digest, with_id
+from portattn.tools import lab, run_log
+from portattn.tools.matrix.cells import Cell, Device, Host, Identity, Run, cell_key, digest, digests_of, with_id
 from portattn.tools.matrix.select import CellSpec
 from portattn.version import __version__
 
@@ -98,6 +103,7 @@ def this_run(
     seconds: float = 0.0,
     left_out: Sequence[str] = (),
     host: str = "",
+    author: str = "",
     registry: Registry | None = None,
 ) -> Run:
     """Return the Run made here and now; `elsewhere`: Pythons outside the lab; `left_out`: skipped executors."""
@@ -115,7 +121,7 @@ def this_run(
         "date": datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0),
     }  # fmt: skip
     identity = with_id(Identity(
-        commit=commit, dirty=dirty, digests=digests(registry),
+        commit=commit, dirty=dirty, digests=digests(registry), author=author,
         toolchains={name: _compiles(name, elsewhere, made) for name in toolchains},
         host=Host(system=f"{platform.system()} {platform.machine()}", name=host, devices=devices),
         variables=_variables(os.environ), executors=_executors(specs, here, left_out), seconds=seconds, **common,
@@ -190,3 +196,82 @@ def _executors(specs: Sequence[CellSpec], here: Sequence[Target], left_out: Sequ
         for name, executor in own[target.backend].items():
             found[f"{target.name} {name}"] = LEFT_OUT if name in left_out else executor.lacks(target)
     return found
+
+
+class MachineReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A run on the devices of a machine. Its identity has the chips, the toolchain, the author and the date."""
+
+    format: Literal["portattn report 1"] = "portattn report 1"
+    run: Run
+    cells: tuple[Cell, ...]
+    probes: tuple[Any, ...] = ()
+
+
+def without_paths(document: Any) -> Any:
+    """Return a document as plain data, without this host's name, and with files named by their last part alone."""
+    names = [re.escape(name) for name in (platform.node(), str(Path.home())) if len(name) > 1]
+    private = re.compile("|".join((*names, r"(?<![\w:/.<])(?:~|[A-Za-z]:)?/(?:[^\s/:'\",;()<>]+/)+")))
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: plain(one) for name, one in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [plain(one) for one in value]
+        return private.sub("…", value) if isinstance(value, str) else value
+
+    return plain(msgspec.to_builtins(document))
+
+
+def of_report(path: Path) -> tuple[Run, list[Cell]]:
+    """Read a report as a run. Raises DataError if it is none, or unsigned."""
+    try:
+        found = msgspec.json.decode(run_log.read(path), type=MachineReport)
+    except run_log.UNREADABLE as error:
+        raise DataError(path, None, f"is not a file of `portattn report`: {error}") from None
+    if not all(bundle.AUTHOR.fullmatch(identity.author) for identity in found.run.identities):
+        raise DataError(path, None, 'is not signed: make it with `portattn report --sign-off "Name <mail>"`')
+    return found.run, list(found.cells)
+
+
+def must_be_of_this_code(run: Run, cells: Iterable[Cell], path: Path) -> None:
+    """Raise DataError if kernels, code or data of a cell's backend have changed: its launches would be others."""
+    now = digests(Registry.load())
+    for backend, origin in {(cell.backend, cell.origin) for cell in cells}:
+        made = digests_of(run.known[origin], backend) if origin in run.known else {}
+        if changed := [name for name, value in made.items() if now.get(name) != value]:
+            raise DataError(path, None, f"is of other {', '.join(changed)}: use the checkout that made it")
+
+
+def of_bundle(folder: Path) -> tuple[Run, list[Cell]]:
+    """Read a bundle and its runner's results as a run of their author, judged here. Raises DataError."""
+    found = bundle.read(folder)
+    answers = bundle.read_results(folder / bundle.RESULTS, found)
+    try:
+        run = msgspec.convert(found.run, Run)
+        known = {cell.id: cell for cell in msgspec.convert(found.records, tuple[Cell, ...])}
+        asked = [(known[one.id], one) for one in found.cells if one.id in answers.memory]
+        identities = {name: run.known[name] for name in dict.fromkeys(cell.origin for cell, _ in asked)}
+    except (msgspec.ValidationError, KeyError) as error:
+        raise DataError(folder / bundle.MANIFEST, None, f"is not of a run: {error}") from None
+    must_be_of_this_code(run, known.values(), folder)
+    device = Device(target=asked[0][0].target, chip=answers.chip, versions={"runtime": answers.runtime})
+    host = Host(system="", devices=() if answers.model else (device,))
+    changed: dict[str, Any] = {"host": host, "author": answers.author, "date": answers.date, "command": ""}
+    identities = {name: with_id(msgspec.structs.replace(one, **changed)) for name, one in identities.items()}
+    cells = []
+    for cell, one in asked:
+        where = f"{answers.model or answers.chip or answers.device}, code of {one.toolchain}"
+        numbers = bundle.judge_results(one, answers.memory[one.id], folder, where)
+        passed = numbers.outcome == "pass"
+        level = "declared" if not passed else "emulated" if answers.model else "runs"
+        identity = identities[cell.origin]
+        components = dict(Registry.load().target(cell.target, cell.toolchain).toolchain.components)
+        fields: dict[str, Any] = {
+            "status": "PASS" if passed else "FAIL", "level": level, "label": "", "origin": identity.id,
+            "reason": "" if passed else f"on {where}: {numbers.reason}", "date": answers.date,
+            "key": cell_key(identity, cell.id, cell.target, cell.toolchain, components),
+            "emulated" if answers.model else "native": numbers,
+        }  # fmt: skip
+        cells.append(msgspec.structs.replace(cell, **fields))
+    listed: dict[str, Any] = {"cells": tuple(cell.id for cell in cells), "identities": tuple(identities.values())}
+    return msgspec.structs.replace(run, date=answers.date, **listed), cells

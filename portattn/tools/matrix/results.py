@@ -18,8 +18,10 @@ from portattn.files import write_named
 from portattn.schema import toml_reader
 from portattn.schema.ops import ROWS
 from portattn.schema.quirk import Level
+from portattn.testing.bundle import MANIFEST
 from portattn.tools import run_log
 from portattn.tools.display_text import plural
+from portattn.tools.matrix import provenance
 from portattn.tools.matrix.cells import (
     SCHEMA,
     WORSE,
@@ -314,14 +316,16 @@ def file_of(path: Path) -> Path:
 
 
 def read_cells(path: Path) -> tuple[Run, list[Cell]]:
-    return read(file_of(path))
+    """Read a run, a file of `portattn report`, or a bundle of `matrix export` with the results of its runner."""
+    if (path / MANIFEST).exists():
+        return provenance.of_bundle(path)
+    return provenance.of_report(path) if path.suffix == ".json" else read(file_of(path))
 
 
 def read_snapshot(path: Path) -> Snapshot:
-    found = file_of(path)
-    if found.suffix == BASELINE_SUFFIX:
-        return read_baseline(found)
-    return snapshot(*read(found), shown=str(path))
+    if path.suffix == BASELINE_SUFFIX and not path.is_dir():
+        return read_baseline(path)
+    return snapshot(*read_cells(path), shown=str(path))
 
 
 def whole(path: Path, op: str, argument: str) -> Snapshot:
@@ -335,7 +339,9 @@ def whole(path: Path, op: str, argument: str) -> Snapshot:
 
 def earlier(path: Path) -> list[Path]:
     """Return all result files of a path; a folder's earlier results have their dates in their names."""
-    return [*sorted(path.glob(f"{Path(NAME).stem}-*.jsonl")), file_of(path)] if path.is_dir() else [path]
+    if not path.is_dir() or (path / MANIFEST).exists():
+        return [path]
+    return [*sorted(path.glob(f"{Path(NAME).stem}-*.jsonl")), file_of(path)]
 
 
 BASELINE_SCHEMA = 1  # raised when a reader of the version before would misread it

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -24,7 +25,7 @@ from portattn.planning.registry import Registry
 from portattn.schema.plan import Plan
 from portattn.schema.target import Target
 from portattn.schema.toolchain import installed_toolchain
-from portattn.testing import findings
+from portattn.testing import bundle, findings
 from portattn.testing.executor import COMPARE, Executor, Interpreter, executors, on_device, request_of
 from portattn.testing.findings import KernelFacts, Lint, Numerics, numerics
 from portattn.tools.lab import LabError
@@ -76,6 +77,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     here: tuple[Target, ...] = ()  # targets that are devices of this machine
     left_out: tuple[str, ...] = ()  # names of skipped executors (portattn/testing/executor.py)
     registry: Registry | None = None  # plans the cells; None: portattn's and installed packages'
+    timed: bool = False  # cells of this machine's devices are also timed, and then `measured`
 
 
 class Workers:
@@ -155,6 +157,36 @@ def execute(specs: Sequence[CellSpec], options: Options, done: Callable[[Cell], 
         pool.shutdown(cancel_futures=True)
         for workers in opened:  # a thread can have started a child between the two
             workers.close()
+
+
+def export(
+    cells: Sequence[Cell], options: Options, step: Callable[[str], None]
+) -> tuple[tuple[bundle.BundleCell, ...], dict[str, bytes], dict[str, str], Path | None]:
+    """Compile core kernels of cells for a bundle: return its cells, files, other cells' reasons, and the runner."""
+    registry, workers = options.registry or Registry.load(), Workers(options)
+    found, files, left_out, runner = list[bundle.BundleCell](), dict[str, bytes](), dict[str, str](), None
+    try:
+        for cell in cells:
+            own = executors(cell.backend, options.seconds).values() if cell.backend in registry.backends else ()
+            executor = next((one for one in own if one.runner), None)
+            made: Any = f"no program runs launches on {cell.backend}"
+            if cell.status not in ("PASS", "NOTE"):
+                made = f"its status is {cell.status}"
+            elif executor is not None:
+                target = registry.target(cell.target, cell.toolchain)
+                core = core_of(plan(cell.problem, target, registry), target, registry)
+                made = f"the path {cell.plan.path if cell.plan else 'none'} launches no core kernel"
+                if core is not None:
+                    made = bundle.export(executor, core, target, workers.compiler(cell.toolchain), cell.id)
+            if isinstance(made, str):
+                left_out[cell.id] = made
+            else:
+                assert executor is not None
+                found, files, runner = [*found, made[0]], files | made[1], executor.runner
+            step(f"{'left out' if isinstance(made, str) else 'exported'}  {'  '.join(cell.place)}")
+    finally:
+        workers.close()
+    return tuple(found), files, left_out, runner
 
 
 def make_cell(spec: CellSpec, options: Options, workers: Workers, checkers: Checkers) -> Cell:
@@ -314,13 +346,15 @@ class _Maker(NamedTuple):
         problem = on_device(made.problem, self.target.backend)
         device = Registry.load().backends[self.target.backend].device_type
         request = request_of(made, problem, made.path, name, device)
+        request["timed"] = self.options.timed
         reply = self.workers.get("device").request(COMPARE, self.options.seconds, **request)
         if reply.outcome != "ok":
             return _failure(reply, f"{made.path} path on {name}")
         seen: Numerics = numerics(reply, f"{self.target}", problem)
         if seen.outcome == "fail":
             return {"status": "FAIL", "reason": f"on {name}: {seen.reason}", "native": seen}
-        return {"status": "PASS", "reason": "", "level": "runs", "native": seen}
+        level = "runs" if seen.microseconds is None else "measured"
+        return {"status": "PASS", "reason": "", "level": level, "native": seen}
 
 
 def _beside(own: dict[str, Any], core: dict[str, Any]) -> dict[str, Any]:

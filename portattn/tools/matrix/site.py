@@ -22,7 +22,7 @@ from portattn.schema.plan import kernel_text
 from portattn.schema.problem import Problem
 from portattn.schema.quirk import LEVELS
 from portattn.testing.findings import figure
-from portattn.tools.display_text import fields, names_or_count
+from portattn.tools.display_text import fields, names_or_count, table
 from portattn.tools.matrix import cell_text
 from portattn.tools.matrix.cell_text import places, steps
 from portattn.tools.matrix.cells import Cell, Footnote, HistoryEntry, Run, cell_id, has_chip, said_label
@@ -133,7 +133,14 @@ def environment() -> jinja2.Environment:
         "kernel_text": kernel_text, "on_hardware": cell_text.on_hardware, "chip": _chip,
         "names_or_count": names_or_count,
     }  # fmt: skip
+    made.globals["witness"] = cell_text.witness
     return made
+
+
+def markdown(run: Run, cells: Sequence[Cell]) -> str:
+    """Return the cells as a Markdown table, a cell a row."""
+    rows = ((*cell.place, cell_text.word(cell), cell_text.witness(cell, run)) for cell in cells)
+    return table(("target", "toolchain", "problem", "level", "evidence"), rows)
 
 
 def _chips() -> dict[str, str]:

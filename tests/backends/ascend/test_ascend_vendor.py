@@ -20,6 +20,7 @@ from portattn.planning.registry import parse_target
 from portattn.schema.problem import Problem
 from portattn.testing.oracle import oracle
 from portattn.testing.random_calls import random_call
+from portattn.tools.matrix.cell_text import recorded_evidence
 
 B2 = parse_target("ascend:ascend910b2", toolchain="triton-ascend==3.2.0")
 A3 = parse_target("ascend:ascend910_93", toolchain="triton-ascend==3.2.0")
@@ -52,6 +53,17 @@ def register(monkeypatch: pytest.MonkeyPatch, schemas: dict[str, Any]) -> None:
 
 
 # Results and gradients of every feature
+
+
+def test_the_recorded_evidence_is_of_the_cases() -> None:
+    """Each case runs here and through the vendor's library (tests/engines/torch_npu), with and without gradients."""
+    wanted: dict[tuple[str, bool], set[str]] = {}
+    for path, fields in CASES.values():
+        for trains in {False, fields.get("needs_grad", False)}:
+            wanted.setdefault((path.name, trains), set()).add(Problem(**fields).op)
+    rows = [row for row in recorded_evidence("ascend") if row.path != "triton"]
+    assert {(row.path, row.needs_grad): set(row.ops) for row in rows} == wanted
+    assert all(row.evidence == ("vendor's autograd" if row.needs_grad else "vendor's schema") for row in rows)
 
 
 @pytest.mark.parametrize(("name", "seed"), [(name, seed) for name in CASES for seed in range(SEEDS.get(name, 2))])

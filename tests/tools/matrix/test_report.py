@@ -5,17 +5,19 @@ from collections import Counter
 
 import msgspec
 import pytest
+from handmade import make_run
+from markupsafe import escape
 
 from portattn.planning.planner import plan
 from portattn.planning.registry import parse_target
 from portattn.schema.problem_limits import OPS
 from portattn.testing.findings import Gate, KernelFacts, Numerics
-from portattn.tools.matrix.cell_text import brief, steps, word
+from portattn.tools.matrix.cell_text import brief, steps, witness, word
 from portattn.tools.matrix.cells import Footnote, PlanSummary
-from portattn.tools.matrix.problems import RAGGED, decode, dense, mla, paged, quick, sparse, varlen
+from portattn.tools.matrix.problems import RAGGED, NamedProblem, decode, dense, mla, paged, quick, sparse, varlen
 from portattn.tools.matrix.results import merge
 from portattn.tools.matrix.run import summary
-from portattn.tools.matrix.site import BAND, link, render, sizes
+from portattn.tools.matrix.site import BAND, link, markdown, render, sizes
 
 SLOW = Footnote(
     id="rocm-0001-slow", role="applied", sentence="tiles spill (slow); sets block_n = 32", upstream="unreported",
@@ -251,6 +253,40 @@ def test_problems_keep_their_order_the_table_comes_first_and_in_a_card_the_evide
     assert page.index("<table") < page.index('id="legend"') < page.index('id="empty"') < page.index('id="quirks"')
     card = page[page.index("<article") :]
     assert card.index("<dt>evidence") < card.index("<dt>problem") < card.index("<dt>path")
+
+
+NPU = {"target": "ascend:ascend910b2", "toolchain": "triton-ascend==3.2.0"}
+SEEN = Numerics(outcome="pass", where="a chip, a compiler", error=0.0, budget=1.0)
+FUSION = PlanSummary(path="npu_fusion_attention", core_taken=False)
+TRAINS = NamedProblem("trained", msgspec.structs.replace(dense(dtype="fp16", head_dim=64).problem, needs_grad=True))
+RUNS = {"level": "runs", "native": SEEN}
+WITNESSES = [
+    ({"target": "rocm:gfx942", "level": "emulated", "emulated": SEEN}, {}, "AMD model"),
+    ({"target": "rocm:gfx942", "level": "emulated"}, {}, ""),
+    (NPU | {"status": "NOTE", "level": "declared"}, {}, "lowered code on the device stand-in"),
+    (
+        NPU | {"level": "lowering-checked", "lowered": SEEN},
+        {},
+        "lowered code on the CPU, lowered code on the device stand-in",
+    ),
+    (NPU | {"level": "declared", "plan": FUSION}, {}, "vendor's schema"),
+    (NPU | {"level": "declared", "plan": FUSION, "named": TRAINS}, {}, "vendor's autograd"),
+    (NPU | {"status": "FAIL", "plan": FUSION}, {}, ""),
+    (RUNS, {}, "a chip, a compiler"),
+    (RUNS | {"label": "sm_80 code on sm_90"}, {}, "sm_80 code on sm_90"),
+    (RUNS, {"author": "Ada Example <ada@example.org>"}, "Ada Example, 2026-11-21"),
+    ({"status": "FAIL"}, {"author": "Ada Example <ada@example.org>"}, "Ada Example, 2026-11-21"),
+    ({"target": "cpu:generic", "level": "runs", "native": SEEN}, {}, ""),
+]
+
+
+@pytest.mark.parametrize(("fields", "identity", "source"), WITNESSES)
+def test_the_source_of_a_cells_evidence(fields, identity, source, cell):
+    made, (one,) = make_run([cell(**fields)], **identity)
+    assert witness(one, made) == source
+    assert (f'class="brief witness">{escape(source)}<' in render(made, [one])) is bool(source)
+    (row,) = markdown(made, [one]).splitlines()[2:]
+    assert row == f"| {one.target} | {one.toolchain} | {one.name} | {word(one)} | {source} |"
 
 
 def test_many_chips_of_empty_cells_are_counted(cell, run):

@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from opcalls import problem
 from places import ROOT, TESTS
 
 from portattn.backends.ascend.linalg.llvm_tools import TOOLCHAIN
+from portattn.schema.problem_limits import OPS
 from portattn.tools import lab
+from portattn.tools.matrix.cell_text import recorded_evidence
 
 CHILD, DEVICES = Path(__file__).with_name("core_child.py"), TESTS / "devices"
 SECONDS = 300
@@ -55,6 +58,13 @@ def run_case(mlir: None, tmp_path: Path) -> Any:
         return json.loads(done.stdout.splitlines()[-1])
 
     return run
+
+
+def test_the_recorded_evidence_is_of_these_operations() -> None:
+    gradients = {"gradients": "attention_backward", "packed gradients": "varlen_attention_backward"}
+    named = {name: gradients.get(name) or (name if name in OPS else problem(name).op) for name in KERNELS}
+    (row,) = (row for row in recorded_evidence("ascend") if row.path == "triton")
+    assert set(row.ops) == set(named.values())
 
 
 @pytest.mark.parametrize("name", KERNELS)
