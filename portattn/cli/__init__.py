@@ -87,6 +87,7 @@ COMMANDS = {
     "ci": ("portattn.cli.ci:ci", "What breaks with another compiler, for a library's CI."),
     "lab": ("portattn.cli.lab:lab", "Environments of other compilers: list, create, remove."),
     "verify": ("portattn.cli.verify:verify", "The kernels by every means that is here, and which one differs."),
+    "report": ("portattn.cli.verify:report", "What this machine's devices show, as one file to send."),
     "warmup": ("portattn.cli.plan:warmup", "Compile what calls will need, before they are made."),
     "tune": ("portattn.cli.tune:tune", "Search launch choices for a set of problems, and write them as tuning data."),
     "bench": ("portattn.cli.bench:bench", "Time the paths of this machine's device against each other."),

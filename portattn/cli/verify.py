@@ -1,21 +1,28 @@
-"""`portattn verify`: run the kernels by every means of this machine, and find the differing one."""
+"""`portattn verify` and `report`: run kernels by every means of this machine, or all that its devices can show."""
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 
 from portattn.cli import RED, require_some
-from portattn.cli.output import emit_json, json_option, plural, table, target_option, toolchain_option
+from portattn.cli.matrix_compare import cell_options, tell_cells
+from portattn.cli.output import ProgressCounter, emit_json, json_option, plural, table, target_option, toolchain_option
+from portattn.errors import ArgumentError
 from portattn.schema.plan import kernel_text
 from portattn.schema.problem_limits import OPS
 from portattn.tools import param_types
-from portattn.tools.param_types import FLAG, LONGEST, FiniteRange, options
+from portattn.tools.param_types import FILE, FLAG, LONGEST, FiniteRange, options
 from portattn.tools.problem_options import target_from
 
 if TYPE_CHECKING:
+    from portattn.tools.matrix.cells import Cell
+    from portattn.tools.quirks.probe import Job
+    from portattn.tools.quirks.probe_results import ProbeResult
     from portattn.tools.verify import VerificationRow
 
 COLOURS = {"agree": "green", "compiled": "green", "unseen": "yellow", "refused": "yellow"}
@@ -97,3 +104,80 @@ def _shown(seen: object) -> str:
     if seen.error is None or not seen.budget:
         return seen.outcome
     return f"{seen.outcome} {seen.error / seen.budget:.2f}"
+
+
+@click.command()
+@options(
+    ("--out", FILE | {"default": Path("portattn-report.json"), "show_default": True}, "The file to write."),
+    ("--sign-off", {"default": "", "metavar": "'NAME <MAIL>'"}, "Who answers for the results; needed to merge them."),
+    ("--probes/--no-probes", {"default": True}, "Also run the probes of the quirks that concern the devices."),
+)
+@cell_options
+@json_option
+def report(
+    out: Path, sign_off: str, probes: bool, problems: tuple[str, ...], jobs: int, seconds: float, emulate: bool,
+    as_json: bool,
+) -> None:  # fmt: skip
+    """Run and time the quick problems on this machine's devices, and write what was seen into one file to send.
+
+    The file has chips, compilers, every cell, and the probes of quirks. It has no name of the host, no user and no
+    path; a signed one has its author. `portattn matrix merge` and `site` take it as a run of that author.
+
+    Exit status 1: a cell or a probe is red; the file is written. 3: no device is here, and nothing was written."""
+    from portattn.files import takes_no_file
+    from portattn.planning.registry import Registry, devices
+    from portattn.testing.bundle import AUTHOR
+    from portattn.testing.executor import executors
+    from portattn.tools.matrix import provenance, results, select
+    from portattn.tools.matrix.cells import has_chip
+    from portattn.tools.matrix.run import Options, execute
+    from portattn.tools.quirks import probe
+    from portattn.tools.quirks.examples import arches_of
+
+    if sign_off and not AUTHOR.fullmatch(sign_off):
+        raise ArgumentError("report", "--sign-off", sign_off, "must be `Name <mail>`")
+    if why := takes_no_file(out):
+        raise ArgumentError("report", "--out", str(out), f"cannot be written: {why}")
+    registry, here = Registry.load(), [target for target in devices() if has_chip(target.name)]
+    require_some(len(here), "reported", ["no device is here that a backend knows"])
+    specs = select.specs(select.problems("quick", select.commas(problems)), here)
+    elsewhere = {name for target in here for name in executors(target.backend)} - ({"emulated"} if emulate else set())
+    more: dict[str, Any] = {"seconds": seconds, "left_out": tuple(sorted(elsewhere)), "author": sign_off}
+    made = provenance.this_run(specs, "quick", "portattn report", here, **more)
+    keys = provenance.keys(specs, made.identity)
+    cells: list[Cell] = []
+    probed: list[ProbeResult] = []
+    wanted = [
+        job
+        for target in here if probes
+        for quirk in registry.quirks.values() if tuple(target.name.split(":")) in arches_of(quirk, registry)
+        for job in probe.jobs([quirk], [str(target.toolchain)], target.name, registry)
+    ]  # fmt: skip
+    with ProgressCounter(len(specs) + len(wanted), 0, "cells") as progress:
+
+        def done(cell: Cell) -> None:
+            cells.append(msgspec.structs.replace(cell, key=keys[cell.id], origin=made.identity.id))
+            progress.matrix_cell(cell)
+
+        def told(job: Job, result: ProbeResult) -> None:
+            probed.append(result)
+            progress.step(f"{result.verdict:<12} {job.quirk.id}  {result.target}")
+
+        options_of = Options(seconds=seconds, jobs=jobs, here=tuple(here), left_out=more["left_out"], timed=True)
+        execute(specs, options_of, done)
+        probe.execute(wanted, registry, seconds, jobs, told)
+    cells.sort(key=lambda cell: cell.index)
+    found = provenance.MachineReport(run=made, cells=tuple(cells), probes=tuple(probed))
+    results.write_data(out, msgspec.json.format(msgspec.json.encode(provenance.without_paths(found)), indent=1))
+    red = sum(cell.red for cell in cells) + sum(one.red for one in probed)
+    verdicts = Counter(one.verdict for one in probed)
+    if as_json:
+        said = {"out": str(out), "devices": made.identity.host.devices, "cells": len(cells), "red": red}
+        emit_json(said | {"levels": Counter(cell.level for cell in cells), "probes": verdicts})
+    else:
+        tell_cells(made, cells)
+        click.echo(f"probes: {', '.join(f'{number} {name}' for name, number in verdicts.items()) or 'none'}")
+        signed = f"signed by {sign_off}" if sign_off else "unsigned: --sign-off 'Name <mail>' lets others merge it"
+        click.echo(f"{out}: {', '.join(map(str, made.identity.host.devices))}; {signed}")
+    if red:
+        raise click.exceptions.Exit(RED)

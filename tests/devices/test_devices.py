@@ -3,6 +3,7 @@ chip of the documented example backend. What a device needs of portattn outside 
 
 import json
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,11 @@ from typing import Any
 import host_device
 import pytest
 from backend_packages import install_example
+from click.testing import CliRunner
 from places import TESTS
+
+from portattn.cli import main
+from portattn.planning.registry import parse_target
 
 HERE = Path(__file__).parent
 NPU_FOLDERS = (HERE / "npu", TESTS / "backends" / "ascend")
@@ -134,3 +139,57 @@ def test_the_matrix_has_the_examples_chip(example_site: Path, tmp_path: Path) ->
     assert python((example_site,), *line).startswith("page: ")
     cells = [json.loads(text) for text in (tmp_path / "results.jsonl").read_text().splitlines()[1:]]
     assert {(cell["target"], cell["plan"]["path"]) for cell in cells} == {("acme:acme1", "reference")}
+
+
+REPORT = ("-m", "portattn", "report", "--problems", "decode*")
+AUTHOR = "Ada Example <ada@example.org>"
+
+
+@pytest.mark.parametrize("device", OWN)
+def test_a_report_is_evidence_of_its_author(device: str, example_site: Path, tmp_path: Path) -> None:
+    """The file has none of the machine's names; a merged matrix shows its cells as the author's word."""
+    folders, module = {"npu": (NPU_FOLDERS, "torch_npu"), "acme": ((example_site,), "torch_acme")}[device]
+    # As the vendor's wheel is loaded: by torch itself, in every process.
+    (tmp_path / "site" / "stand_in-1.dist-info").mkdir(parents=True)
+    (tmp_path / "site" / "stand_in.py").write_text(f"def load():\n    import {module}\n")
+    for name, text in {"METADATA": "Name: stand_in\nVersion: 1\n", "entry_points.txt": BACKEND}.items():
+        (tmp_path / "site" / "stand_in-1.dist-info" / name).write_text(text)
+    folders, file, run = (tmp_path / "site", *folders), tmp_path / "report.json", tmp_path / "merged"
+    last = python(folders, *REPORT, "--sign-off", AUTHOR, "--out", str(file))
+    assert last.endswith(f"signed by {AUTHOR}")
+    found = json.loads(text := file.read_text())
+    (identity,) = found["run"]["identities"]
+    assert [one["target"] for one in identity["host"]["devices"]] == [OWN[device]["planned"]]
+    assert [(cell["status"], cell["level"]) for cell in found["cells"]] == [("PASS", "measured")]
+    assert all(cell["native"]["microseconds"] > 0.0 for cell in found["cells"])
+    assert {probe["target"] for probe in found["probes"]} == ({OWN[device]["planned"]} if device == "npu" else set())
+    assert [name for name in (platform.node(), str(Path.home()), str(tmp_path), "/site") if name in text] == []
+    python(folders, "-m", "portattn", "matrix", "merge", str(file), "--out", str(run))
+    assert f"Ada Example, {identity['date'][:10]}" in (run / "index.html").read_text()
+    file.write_text(text.replace(AUTHOR, ""))
+    merge = ("-c", UNSIGNED.format(file=str(file), out=str(tmp_path / "none")))
+    assert "is not signed: make it with `portattn report --sign-off" in python(folders, *merge)
+
+
+@pytest.mark.parametrize(("words", "status", "text"), [
+    ((), 3, "nothing was reported: no device is here that a backend knows"),
+    (("--sign-off", "somebody"), 2, "--sign-off is 'somebody', but must be `Name <mail>`"),
+])  # fmt: skip
+def test_reports_that_are_not_made(
+    words: tuple[str, ...], status: int, text: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("portattn.planning.registry.devices", lambda: [parse_target("cpu:generic")])
+    done = CliRunner().invoke(main, ["report", *words, "--out", str(tmp_path / "report.json")])
+    assert (done.exit_code, done.output.count("\n")) == (status, 1)
+    assert text in done.output
+    assert not (tmp_path / "report.json").exists()
+
+
+BACKEND = "[torch.backends]\nstand_in = stand_in:load\n"
+UNSIGNED = """
+from click.testing import CliRunner
+from portattn.cli import main
+done = CliRunner().invoke(main, ["matrix", "merge", {file!r}, "--out", {out!r}])
+assert done.exit_code == 2
+print(done.output.strip())
+"""
