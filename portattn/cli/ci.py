@@ -128,7 +128,7 @@ def ci(
     if compiled:
         _need_compilers(what, create)
     try:
-        found = _compared(what, made, compiled, out, red, listed, matrix_compare.as_date(today))
+        found = _compared(what, made, compiled, out, red, listed, today.date() if today else None)
     except KeyboardInterrupt:
         kept = f"; what was finished is in {out}" if out and compiled else ""
         click.echo(f"interrupted{kept}", err=True)

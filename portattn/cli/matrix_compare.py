@@ -59,21 +59,19 @@ def tell_conflicts(conflicts: Sequence[Conflict]) -> None:
         click.echo(f"{click.style('CONFLICT ', fg='red')}{conflict}")
 
 
-def counts(cells: Sequence[Cell]) -> str:
+def counts(cells: Sequence[Cell], said: Callable[[Cell], str] | None = None) -> str:
     """Return `12 runs, 3 runs (sm_80 code on sm_90), 5 NOTE`: passing cells by level, the others by status."""
     from portattn.tools.matrix.cells import word
 
-    found = Counter(word(cell) for cell in cells)
-    return ", ".join(f"{number} {said}" for said, number in found.most_common()) or "none"
+    found = Counter(map(said or word, cells))
+    return ", ".join(f"{number} {text}" for text, number in found.most_common() if text) or "none"
 
 
 def tell_cells(made: Run, cells: Sequence[Cell], of: str = "", more: str = "") -> None:
     from portattn.tools.matrix.cell_text import gaps, witness
 
     click.echo(f"{plural(len(cells), 'cell')}{of}: {counts(cells)}{more}")
-    sources = Counter(found for cell in cells if (found := witness(cell, made)))
-    if sources:
-        click.echo(f"evidence: {', '.join(f'{number} by {source}' for source, number in sources.most_common())}")
+    click.echo(f"evidence: {counts(cells, lambda cell: witness(cell, made))}")
     for gap in gaps(made, cells):
         where = f" ({', '.join(gap.targets)})" if gap.targets else ""
         click.echo(f"{plural(gap.cells, 'cell')} {gap.why.word}{where}: {gap.why.short}")
@@ -193,10 +191,6 @@ def show_diff(diff: Diff, red: frozenset[str]) -> None:
         click.echo(f"  {plural(count, 'cell')} lost: {text}")
 
 
-def as_date(day: datetime.datetime | None) -> datetime.date | None:
-    return day.date() if day else None
-
-
 def add_to(group: click.Group) -> None:
     for command in (diff, merge, export, baseline, check, log, site):
         group.add_command(command)
@@ -293,12 +287,10 @@ def _merged(runs: Sequence[Path], out: Path | None = None) -> MergedRun:
 )
 @json_option
 def export(run: Path, out: Path, seconds: float, as_json: bool) -> None:
-    """Write RUN's AMD cells as a bundle that anyone with the chip, or an emulator of it, can run.
+    """Write RUN's AMD cells as a bundle, with a program that runs them on the chip or in an emulator (docs/matrix.md).
 
-    A bundle has code objects, launches with their memory, expected results and a program that runs them (build it with
-    hipcc; its first lines say how). Its results.bin, put into DIR, makes DIR a run for `matrix merge` and `site`.
-
-    Exit status 2: RUN cannot be read, or DIR holds what is not a bundle's. 3: no cell of RUN can be exported."""
+    The program's results.bin, put into DIR, makes DIR a run for `matrix merge` and `site`. Exit status 2: RUN cannot be
+    read, or DIR holds what is not a bundle's. 3: no cell of RUN can be exported."""
     from portattn.cli.output import ProgressCounter
     from portattn.testing import bundle
     from portattn.tools.matrix import provenance, results
@@ -312,8 +304,7 @@ def export(run: Path, out: Path, seconds: float, as_json: bool) -> None:
     with ProgressCounter(len(cells), 0, "cells") as progress:
         found, data, left_out, runner = exported(cells, Options(seconds=seconds), progress.step)
     if runner is not None:
-        names = {cell.id for cell in found}
-        kept = tuple(cell for cell in cells if cell.id in names)
+        kept = tuple(cell for cell in cells if cell.id not in left_out)
         listed = msgspec.structs.replace(made, cells=tuple(cell.id for cell in kept))
         replace_folder(out, bundle.files(listed, kept, found, data, runner))
     if as_json:
@@ -382,7 +373,7 @@ def check(
     if before is not None:
         after = snapshot(made, cells, str(run))
         changes = compare(before, after, _counts(op, "--baseline", before, after, partial))
-    day = as_date(today)
+    day = today.date() if today else None
     verdict = of_run(made, cells, fail_on=red, expected=listed, changes=changes, today=day)
     write_junit(junit, made, cells, verdict)
     if as_json:

@@ -118,10 +118,9 @@ def report(
     out: Path, sign_off: str, probes: bool, problems: tuple[str, ...], jobs: int, seconds: float, emulate: bool,
     as_json: bool,
 ) -> None:  # fmt: skip
-    """Run and time the quick problems on this machine's devices, and write what was seen into one file to send.
+    """Run and time the quick problems on this machine's devices, and write the results into one file to send.
 
-    The file has chips, compilers, every cell, and the probes of quirks. It has no name of the host, no user and no
-    path; a signed one has its author. `portattn matrix merge` and `site` take it as a run of that author.
+    The file has no name of the host or user, and no path. Signed, it is a run of its author for `matrix merge`, `site`.
 
     Exit status 1: a cell or a probe is red; the file is written. 3: no device is here, and nothing was written."""
     from portattn.files import takes_no_file
@@ -166,8 +165,7 @@ def report(
         options_of = Options(seconds=seconds, jobs=jobs, here=tuple(here), left_out=more["left_out"], timed=True)
         execute(specs, options_of, done)
         probe.execute(wanted, registry, seconds, jobs, told)
-    cells.sort(key=lambda cell: cell.index)
-    found = provenance.MachineReport(run=made, cells=tuple(cells), probes=tuple(probed))
+    found = provenance.MachineReport(run=made, cells=sorted(cells, key=lambda cell: cell.index), probes=tuple(probed))
     results.write_data(out, msgspec.json.format(msgspec.json.encode(provenance.without_paths(found)), indent=1))
     red = sum(cell.red for cell in cells) + sum(one.red for one in probed)
     verdicts = Counter(one.verdict for one in probed)

@@ -227,17 +227,13 @@ def witness(cell: Cell, run: Run) -> str:
         return f"{made.author.partition(' <')[0]}, {made.date:%Y-%m-%d}"
     if cell.plan is None or cell.red or not has_chip(cell.target):
         return ""
-    known = Registry.load().backends
-    own = executors(cell.backend).values() if cell.backend in known else ()
-    found = [one.evidence for one in own if one.level == cell.level and getattr(cell, one.name) is not None]
-    path, problem = cell.plan.path, cell.problem
-    found += [
-        row.evidence
-        for row in recorded_evidence(cell.backend)
-        if row.path == path and problem.op in row.ops and row.needs_grad in (None, problem.needs_grad)
-    ]
     if cell.status == "PASS" and cell.level in ("runs", "measured"):
-        found = [cell.label or (cell.native.where if cell.native else "")]
+        return cell.label or (cell.native.where if cell.native else "")
+    own = executors(cell.backend).values() if cell.backend in Registry.load().backends else ()
+    found = [one.evidence for one in own if one.level == cell.level and getattr(cell, one.name) is not None]
+    rows = (row for row in recorded_evidence(cell.backend) if row.path == cell.plan.path)
+    trains = (None, cell.problem.needs_grad)
+    found += [row.evidence for row in rows if cell.problem.op in row.ops and row.needs_grad in trains]
     return ", ".join(filter(None, found))
 
 

@@ -180,11 +180,7 @@ def _device(target: Target, registry: Registry) -> Device:
 
 
 def _variables(environment: Mapping[str, str]) -> dict[str, str]:
-    return {
-        name: value
-        for name, value in sorted(environment.items())
-        if name.startswith(COMPILER_VARIABLES) and name not in PLACES
-    }
+    return {n: v for n, v in sorted(environment.items()) if n.startswith(COMPILER_VARIABLES) and n not in PLACES}
 
 
 def _executors(specs: Sequence[CellSpec], here: Sequence[Target], left_out: Sequence[str]) -> dict[str, str]:
@@ -203,21 +199,24 @@ class MachineReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     format: Literal["portattn report 1"] = "portattn report 1"
     run: Run
-    cells: tuple[Cell, ...]
+    cells: list[Cell]
     probes: tuple[Any, ...] = ()
 
 
 def without_paths(document: Any) -> Any:
     """Return a document as plain data, without this host's name, and with files named by their last part alone."""
-    names = [re.escape(name) for name in (platform.node(), str(Path.home())) if len(name) > 1]
-    private = re.compile("|".join((*names, r"(?<![\w:/.<])(?:~|[A-Za-z]:)?/(?:[^\s/:'\",;()<>]+/)+")))
+    paths = re.compile(r"(?<![\w:/.<])(?:~|[A-Za-z]:)?/(?:[^\s/:'\",;()<>]+/)+")
+    host = re.compile(rf"\b{re.escape(platform.node() or 'localhost')}\b")
 
     def plain(value: Any) -> Any:
         if isinstance(value, dict):
             return {name: plain(one) for name, one in value.items()}
         if isinstance(value, (list, tuple)):
             return [plain(one) for one in value]
-        return private.sub("…", value) if isinstance(value, str) else value
+        if not isinstance(value, str):
+            return value
+        # A chip, compiler or path of portattn's may be called as the host is, but these are no sentences.
+        return paths.sub("…/", host.sub("…", value) if " " in value else value)
 
     return plain(msgspec.to_builtins(document))
 
@@ -230,7 +229,7 @@ def of_report(path: Path) -> tuple[Run, list[Cell]]:
         raise DataError(path, None, f"is not a file of `portattn report`: {error}") from None
     if not all(bundle.AUTHOR.fullmatch(identity.author) for identity in found.run.identities):
         raise DataError(path, None, 'is not signed: make it with `portattn report --sign-off "Name <mail>"`')
-    return found.run, list(found.cells)
+    return found.run, found.cells
 
 
 def must_be_of_this_code(run: Run, cells: Iterable[Cell], path: Path) -> None:

@@ -419,14 +419,8 @@ def read_baseline(path: Path) -> Snapshot:
     if len(entries) != file.cells:
         where = toml_reader.line_of(text, "cells")
         raise DataError(path, where, f"has {len(entries)} cells, and says {file.cells}: write it anew, or count again")
-    return Snapshot(
-        shown=str(path),
-        set=file.set,
-        date=file.date,
-        problems=file.problems,
-        identities=file.identities,
-        entries=tuple(entries),
-    )
+    same = {name: getattr(file, name) for name in ("set", "date", "problems", "identities")}
+    return Snapshot(shown=str(path), entries=tuple(entries), **same)
 
 
 def _identities(made: Snapshot) -> Iterable[Identity]:

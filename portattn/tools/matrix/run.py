@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import datetime
 import threading
@@ -165,27 +166,26 @@ def export(
     """Compile core kernels of cells for a bundle: return its cells, files, other cells' reasons, and the runner."""
     registry, workers = options.registry or Registry.load(), Workers(options)
     found, files, left_out, runner = list[bundle.BundleCell](), dict[str, bytes](), dict[str, str](), None
-    try:
+
+    def made_of(cell: Cell, executor: Executor | None) -> tuple[bundle.BundleCell, dict[str, bytes]] | str:
+        if executor is None or cell.status not in ("PASS", "NOTE"):
+            return f"its status is {cell.status}" if executor else f"no program runs launches on {cell.backend}"
+        target = registry.target(cell.target, cell.toolchain)
+        core = core_of(plan(cell.problem, target, registry), target, registry)
+        if core is None:
+            return "its path launches no core kernel"
+        return bundle.export(executor, core, target, workers.compiler(cell.toolchain), cell.id)
+
+    with contextlib.closing(workers):
         for cell in cells:
-            own = executors(cell.backend, options.seconds).values() if cell.backend in registry.backends else ()
+            own = executors(cell.backend, options.seconds).values()
             executor = next((one for one in own if one.runner), None)
-            made: Any = f"no program runs launches on {cell.backend}"
-            if cell.status not in ("PASS", "NOTE"):
-                made = f"its status is {cell.status}"
-            elif executor is not None:
-                target = registry.target(cell.target, cell.toolchain)
-                core = core_of(plan(cell.problem, target, registry), target, registry)
-                made = f"the path {cell.plan.path if cell.plan else 'none'} launches no core kernel"
-                if core is not None:
-                    made = bundle.export(executor, core, target, workers.compiler(cell.toolchain), cell.id)
+            made = made_of(cell, executor)
             if isinstance(made, str):
                 left_out[cell.id] = made
-            else:
-                assert executor is not None
+            elif executor is not None:
                 found, files, runner = [*found, made[0]], files | made[1], executor.runner
             step(f"{'left out' if isinstance(made, str) else 'exported'}  {'  '.join(cell.place)}")
-    finally:
-        workers.close()
     return tuple(found), files, left_out, runner
 
 

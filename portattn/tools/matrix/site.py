@@ -57,14 +57,15 @@ def context(run: Run, cells: Sequence[Cell]) -> dict[str, Any]:
     for cell in cells:
         rows = ops.setdefault(cell.problem.op, {})
         rows.setdefault(cell.name, {})[cell.target, cell.toolchain] = cell
-    numbers = _numbers(cells)
+    notes = _notes(cells)
+    numbers = {quirk: number for number, quirk in enumerate(notes, 1)}
     counts = Counter(cell_text.kind(cell) for cell in cells)
     means = cell_text.LEVEL_MEANS | cell_text.STATUS_MEANS
     return {
         "run": run, "cells": cells, "columns": columns, "bands": _bands(columns), "ops": ops,
         "titles": {op: row.title for op, row in ROWS.items()}, "numbers": numbers,
         "footnotes": [
-            (numbers[quirk], used[0][1], len({cell.id for cell, _ in used})) for quirk, used in _notes(cells).items()
+            (numbers[quirk], used[0][1], len({cell.id for cell, _ in used})) for quirk, used in notes.items()
         ],
         "legend": [(name, means[name], cell_text.NOT_SEEN.get(name, ""), counts[name]) for name in cell_text.KINDS],
         "levels": LEVELS,
@@ -138,7 +139,6 @@ def environment() -> jinja2.Environment:
 
 
 def markdown(run: Run, cells: Sequence[Cell]) -> str:
-    """Return the cells as a Markdown table, a cell a row."""
     rows = ((*cell.place, cell_text.word(cell), cell_text.witness(cell, run)) for cell in cells)
     return table(("target", "toolchain", "problem", "level", "evidence"), rows)
 
@@ -185,10 +185,6 @@ def _groups(columns: list[Column]) -> list[dict[str, Any]]:
         if column.toolchain not in groups[-1]["toolchains"]:
             groups[-1]["toolchains"].append(column.toolchain)
     return groups
-
-
-def _numbers(cells: list[Cell]) -> dict[str, int]:
-    return {quirk: number for number, quirk in enumerate(_notes(cells), 1)}
 
 
 def _notes(cells: Sequence[Cell]) -> dict[str, list[tuple[Cell, Footnote]]]:
