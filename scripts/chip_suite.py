@@ -261,9 +261,7 @@ def read(results: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]], int]
 
 
 def until(command: list[str], environment: dict[str, str], seconds: float) -> int | None:
-    """Return the command's exit status, or None after a timeout; its process group has then ended.
-
-    A compiler's child in a group of its own (portattn/worker/child.py) ends after its current step."""
+    """Return the command's exit status, or None after a timeout; its process group has then ended."""
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=sys.stderr, start_new_session=True)
     try:
         return process.wait(seconds or None)

@@ -99,9 +99,7 @@ def groups(path: Path = GROUPS) -> Config:
 
 @contextlib.contextmanager
 def copied(root: Path) -> Iterator[Path]:
-    """Copy all files that git tracks or would add to a temporary folder.
-
-    Without git, as in an unpacked archive: every file outside hidden folders and caches of compiled modules."""
+    """Copy all files that git tracks or would add to a temporary folder."""
     if (root / ".git").exists():
         listed = subprocess.run(
             ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],

@@ -106,13 +106,9 @@ def compare(before: Path, after: Path, tolerance: float, as_json: bool) -> None:
     if as_json:
         emit_json({"tolerance": tolerance, "sets": sets, "slower": slower, "changes": found})
     else:
-        rows = [
-            (
-                c.set, c.case, c.name, c.peer or "no peer in both", _times(c.before), _times(c.after),
-                "" if c.change is None else f"{c.change - 1:+.1%}", f"{c.ms[0] * 1e3:.1f} → {c.ms[1] * 1e3:.1f} µs",
-            )
-            for c in found
-        ]  # fmt: skip
+        rows = [(c.set, c.case, c.name, c.peer or "no peer in both", _times(c.before), _times(c.after),
+                 "" if c.change is None else f"{c.change - 1:+.1%}", f"{c.ms[0] * 1e3:.1f} → {c.ms[1] * 1e3:.1f} µs")
+                for c in found]  # fmt: skip
         table(("set", "case", "contender", "against", "before", "after", "change", "own time"), rows)
         for line in sets:
             click.echo(f"{line.set}, {line.name}: {line.change - 1:+.1%} over {line.cells} cells")
@@ -211,25 +207,15 @@ def show(result: Result, written: list[Path]) -> None:
     heading("Sets: the best peer's time over ours, geometric means")
     table(
         ("set", "contender", "cells", "geomean", "worst", "from graphs", "of the floor", "worst in"),
-        [
-            (
-                s.set, s.name, f"{s.cells}/{s.of}", _times(s.ratio), _times(s.worst), _times(s.graph_ratio),
-                f"{s.of_floor:.0%}" if s.of_floor is not None else "", s.worst_case,
-            )
-            for s in summaries(result)
-        ],
+        [(s.set, s.name, f"{s.cells}/{s.of}", _times(s.ratio), _times(s.worst), _times(s.graph_ratio),
+          f"{s.of_floor:.0%}" if s.of_floor is not None else "", s.worst_case) for s in summaries(result)],
     )  # fmt: skip
     heading("Goals")
     table(
         ("goal", "verdict", "measured", "limit", "cells", "worst, or why there is none"),
-        [
-            (
-                v.goal.name, v.status, "" if v.value is None else f"{v.value:.2f}",
-                f"{'≤' if v.goal.at_most else '≥'} {v.goal.limit:g}", f"{v.cells}/{v.of}",
-                f"{v.worst.case} {v.worst.value:.2f}" if v.worst else "; ".join(v.missing),
-            )
-            for v in goal_results(result)
-        ],
+        [(v.goal.name, v.status, "" if v.value is None else f"{v.value:.2f}",
+          f"{'≤' if v.goal.at_most else '≥'} {v.goal.limit:g}", f"{v.cells}/{v.of}",
+          f"{v.worst.case} {v.worst.value:.2f}" if v.worst else "; ".join(v.missing)) for v in goal_results(result)],
     )  # fmt: skip
     for path in written:
         click.echo(f"written: {path}")
@@ -247,14 +233,12 @@ def _lines(row: Row) -> list[tuple[str, ...]]:
         if f.refused:
             lines.append((row.set, row.name, f.name, "", "", "", "", "", f.refused))
             continue
-        lines.append(
-            (
-                row.set, row.name, f.name, "" if f.ms is None else f"{f.ms * 1e3:.1f}",
-                "" if f.spread is None else f"{f.spread:.0%}", rate(row, f),
-                "" if f.of_floor is None else f"{f.of_floor:.0%} {row.limit}",
-                "" if f.error is None else f"{f.error:.1e}", _notes(row, f),
-            )
-        )  # fmt: skip
+        lines.append((
+            row.set, row.name, f.name, "" if f.ms is None else f"{f.ms * 1e3:.1f}",
+            "" if f.spread is None else f"{f.spread:.0%}", rate(row, f),
+            "" if f.of_floor is None else f"{f.of_floor:.0%} {row.limit}",
+            "" if f.error is None else f"{f.error:.1e}", _notes(row, f),
+        ))  # fmt: skip
     return lines
 
 

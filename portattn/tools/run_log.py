@@ -1,6 +1,4 @@
-"""A file of JSON lines that one run at a time writes: locked, extended by whole lines, replaced as a whole.
-
-Each line ends with a checksum, a last member `sum` that readers of the records do not see."""
+"""A file of JSON lines that one run at a time writes: locked, extended by whole lines, replaced as a whole."""
 
 import datetime
 import hashlib

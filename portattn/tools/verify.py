@@ -1,6 +1,4 @@
-"""Verify a kernel by every means of this machine (interpreter, device, executors) against the float64 oracle.
-
-If only the interpreter is right, the compiler or the chip is wrong; if all are wrong, the kernel is."""
+"""Verify a kernel by every means of this machine (interpreter, device, executors) against the float64 oracle."""
 
 import contextlib
 import functools

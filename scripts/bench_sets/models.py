@@ -197,9 +197,7 @@ def projections(model: Any) -> dict[str, torch.Tensor]:
 
 
 def compared(trainer: Trainer) -> Row:
-    """Return both implementations' losses on the same weights, the distance of gradients, and portattn's last path.
-
-    A compiled forward does not tell its path."""
+    """Return both implementations' losses on the same weights, the distance of gradients, and portattn's last path."""
     losses, gradients, path = {}, {}, ""
     for name in CONTENDERS:
         trainer.model.set_attn_implementation(name)

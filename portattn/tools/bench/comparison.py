@@ -147,13 +147,11 @@ def sets(found: Iterable[CaseOfReleases]) -> list[SetOfReleases]:
         there = [(of.of_best, case) for of, case in values if of.of_best is not None]
         ratios = [of.ratio for of, _ in values if of.ratio is not None]
         worst, where = min(there, default=(None, ""))
-        made.append(
-            SetOfReleases(
-                set=set_, contender=contender, release=release, cells=len(there), of=len(values),
-                of_best=mean(of.of_best for of, _ in values), worst=worst, worst_case=where,
-                ratio=mean(ratios), least_ratio=min(ratios, default=None),
-            )
-        )  # fmt: skip
+        made.append(SetOfReleases(
+            set=set_, contender=contender, release=release, cells=len(there), of=len(values),
+            of_best=mean(of.of_best for of, _ in values), worst=worst, worst_case=where,
+            ratio=mean(ratios), least_ratio=min(ratios, default=None),
+        ))  # fmt: skip
     return made
 
 
@@ -168,32 +166,21 @@ def first_calls(results_: Mapping[str, Result]) -> list[FirstCallOfReleases]:
 def goals(results_: Mapping[str, Result]) -> list[GoalOfReleases]:
     verdicts = {release: goal_results(result) for release, result in results_.items()}
     return [
-        GoalOfReleases(
-            goal=row[0].goal.name,
-            releases={
-                release: VerdictOfRelease(status=v.status, value=v.value)
-                for release, v in zip(verdicts, row, strict=True)
-            },
-        )
+        GoalOfReleases(goal=row[0].goal.name, releases={
+            release: VerdictOfRelease(status=v.status, value=v.value) for release, v in zip(verdicts, row, strict=True)
+        })
         for row in zip(*verdicts.values(), strict=True)
-    ]
+    ]  # fmt: skip
 
 
 def comparison(results_: Mapping[str, Result], failed: Mapping[str, str]) -> Comparison:
     """Compare the releases; failed: why releases did not start (some may have earlier results)."""
     found = cases(results_)
     runs = {release: result.runs[-1] for release, result in results_.items()}
-    started = [
-        ReleaseRun(
-            release=release, toolchain=run.toolchain, date=run.date, failed=failed.get(release, ""), chip=run.chip
-        )
-        for release, run in runs.items()
-    ]
-    missing = [
-        ReleaseRun(release=release, toolchain=f"triton=={release}", date="", failed=why)
-        for release, why in failed.items()
-        if release not in runs
-    ]
+    started = [ReleaseRun(release=release, toolchain=run.toolchain, date=run.date, failed=failed.get(release, ""),
+                          chip=run.chip) for release, run in runs.items()]  # fmt: skip
+    missing = [ReleaseRun(release=release, toolchain=f"triton=={release}", date="", failed=why)
+               for release, why in failed.items() if release not in runs]  # fmt: skip
     return Comparison(
         releases=started + missing, sets=sets(found), cases=found, first_calls=first_calls(results_),
         goals=goals(results_),
@@ -286,13 +273,9 @@ def set_lines(found: Iterable[SetOfReleases]) -> tuple[list[str], list[list[str]
     columns = [
         "set", "contender", "release", "cells", "over the best peer", "least", "of the best release", "least", "in"
     ]  # fmt: skip
-    rows = [
-        [
-            s.set, s.contender, s.release, f"{s.cells}/{s.of}",
-            *(number(value, ".3f") for value in (s.ratio, s.least_ratio, s.of_best, s.worst)), s.worst_case,
-        ]
-        for s in found
-    ]  # fmt: skip
+    rows = [[s.set, s.contender, s.release, f"{s.cells}/{s.of}",
+             *(number(value, ".3f") for value in (s.ratio, s.least_ratio, s.of_best, s.worst)), s.worst_case]
+            for s in found]  # fmt: skip
     return columns, rows
 
 
@@ -337,9 +320,6 @@ def as_markdown(whole: Comparison) -> str:
 
 def as_csv(whole: Comparison) -> str:
     figures = OfRelease.__struct_fields__
-    rows = [
-        (c.set, c.case, c.contender, release, c.best, *(getattr(of, name) for name in figures))
-        for c in whole.cases
-        for release, of in c.releases.items()
-    ]
+    rows = [(c.set, c.case, c.contender, release, c.best, *(getattr(of, name) for name in figures))
+            for c in whole.cases for release, of in c.releases.items()]  # fmt: skip
     return csv_text(("set", "case", "contender", "release", "best", *figures), rows)

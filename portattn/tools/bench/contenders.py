@@ -1,6 +1,4 @@
-"""Contenders: portattn's calls as a user writes them, the same calls prepared, and the gradients of any contender.
-
-Of a backward `torch.autograd.grad(out, (q, k, v), grad_out, retain_graph=True)` alone is timed, also of peers."""
+"""Contenders: portattn's calls as a user writes them, the same calls prepared, and the gradients of any contender."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping

@@ -135,8 +135,7 @@ def admit(
 
 
 def as_it_ran(case: Case, name: str, contender: Contender) -> Contender:
-    """Return portattn's contender with the path of its last call: a kernel that fails to compile is planned again.
-    Backwards look up their path after the call, and handles compile before it."""
+    """Return portattn's contender with the path of its last call: a kernel that fails to compile is planned again."""
     if name not in (OURS, CORE) or case.backward:
         return contender
     made = portattn.last_plan()
@@ -213,9 +212,7 @@ def segments(result: torch.Tensor) -> list[torch.Tensor]:
 
 
 class GradientGate:
-    """Compare backward contenders with float64, each segment of rows or keys with its own budget, scaled to 1.
-
-    Under a causal mask the first rows and keys have far larger gradients than the last ones."""
+    """Compare backward contenders with float64, each segment of rows or keys with its own budget, scaled to 1."""
 
     budget = 1.0
 

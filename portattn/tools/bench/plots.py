@@ -90,24 +90,14 @@ def _position(case: Case) -> Position:
 
 
 def _facet(case: Case) -> str:
-    words = [case.dtype, "full" if case.causal == "none" else "causal"]
-    if case.reads_cache:
-        words = [case.dtype]
-    if case.page_size:
-        words.append(f"pages of {case.page_size}")
-    if case.quantised:
-        words.append(f"{case.kv_format}, scales {'inline' if case.inline_scales else case.kv_scales}")
-    if case.windowed:
-        words.append("window")
-    if case.magicpig:
-        words.append("magicpig")
-    if case.backward:
-        words.append("backward")
-    if case.dropout:
-        words.append("dropout")
-    if case.deterministic:
-        words.append("deterministic")
-    return ", ".join(words)
+    scales = "inline" if case.inline_scales else case.kv_scales
+    words = {
+        "full" if case.causal == "none" else "causal": not case.reads_cache,
+        f"pages of {case.page_size}": case.page_size, f"{case.kv_format}, scales {scales}": case.quantised,
+        "window": case.windowed, "magicpig": case.magicpig, "backward": case.backward,
+        "dropout": case.dropout, "deterministic": case.deterministic,
+    }  # fmt: skip
+    return ", ".join([case.dtype, *(word for word, told in words.items() if told)])
 
 
 def _figure(figure: Callable[..., Any], name: str, rows: list[Row], result: Result, folder: Path) -> list[Path]:
@@ -134,8 +124,7 @@ def _panel(axes: Any, rows: list[Row], title: str, result: Result, handles: dict
         axes.set_axis_off()
         return
     places = sorted({_position(row.case) for row in rows})
-    ceiling = _ceiling(rows[0], result)
-    if ceiling is not None:
+    if ceiling := _ceiling(rows[0], result):
         label, value = ceiling
         handles[label] = axes.axhline(value, color="#AAAAAA", linestyle=(0, (1, 2)), linewidth=1)
     for name, line in lines(rows).items():
@@ -153,11 +142,8 @@ def _panel(axes: Any, rows: list[Row], title: str, result: Result, handles: dict
 
 def _batch_varies(groups: Iterable[Sequence[Row]]) -> bool:
     """Return whether ticks must tell the batch: the op decodes, or a panel has one length twice."""
-    for rows in groups:
-        places = {_position(row.case) for row in rows}
-        if len({keys for keys, _, _ in places}) < len(places) or rows[0].case.reads_cache:
-            return True
-    return False
+    places = [(rows, {_position(row.case) for row in rows}) for rows in groups]
+    return any(rows[0].case.reads_cache or len({keys for keys, *_ in some}) < len(some) for rows, some in places)
 
 
 def _tick(place: Position, batch: bool) -> str:
@@ -167,8 +153,7 @@ def _tick(place: Position, batch: bool) -> str:
 
 
 def _ceiling(row: Row, result: Result) -> tuple[str, float] | None:
-    limits = result.runs[row.run].ceilings
-    if limits is None:
+    if (limits := result.runs[row.run].ceilings) is None:
         return None
     return ("copy rate", limits.copy_tbs) if row.case.reads_cache else ("GEMM rate", limits.gemm_tflops)
 

@@ -1,6 +1,4 @@
-"""Releases of Triton to time, each in a process of its own: the steps of its process, and contenders for the parent.
-
-Every step ends with the device idle, and only one process runs at a time."""
+"""Releases of Triton to time, each in a process of its own: the steps of its process, and contenders for the parent."""
 
 from __future__ import annotations
 

@@ -197,12 +197,10 @@ def summaries(result: Result) -> list[SetSummary]:
             found = [(r, f) for r in rows if (f := r.figures(contender)) is not None and f.rounds_ms]
             if found:
                 worst, where = min(((f.ratio, r.name) for r, f in found if f.ratio is not None), default=(None, ""))
-                made.append(
-                    SetSummary(
-                        set=name, name=contender, cells=len(found), of=len(rows), worst=worst, worst_case=where,
-                        **{n: mean(getattr(f, n) for _, f in found) for n in ("ratio", "graph_ratio", "of_floor")},
-                    )
-                )  # fmt: skip
+                made.append(SetSummary(
+                    set=name, name=contender, cells=len(found), of=len(rows), worst=worst, worst_case=where,
+                    **{n: mean(getattr(f, n) for _, f in found) for n in ("ratio", "graph_ratio", "of_floor")},
+                ))  # fmt: skip
     return made
 
 
@@ -279,10 +277,8 @@ def by_set(found: Iterable[ContenderChange]) -> list[SetChange]:
     for change in found:
         if change.change is not None:
             groups.setdefault((change.set, change.name), []).append(change.change)
-    return [
-        SetChange(set=set_, name=name, cells=len(values), change=geomean(values))
-        for (set_, name), values in groups.items()
-    ]
+    return [SetChange(set=set_, name=name, cells=len(values), change=geomean(values))
+            for (set_, name), values in groups.items()]  # fmt: skip
 
 
 def slower(found: Sequence[ContenderChange], tolerance: float) -> list[ContenderChange]:
@@ -370,9 +366,8 @@ def _shown(row: Row, name: str) -> str:
         return "refused"
     if figures.ms is None:
         return host(figures.host_us) and f"host {host(figures.host_us)}"
-    extra = ""
-    if row.case.backward and figures.extra_bytes is not None:
-        extra = f", +{figures.extra_bytes / 2**20:.1f} MiB"
+    told = row.case.backward and figures.extra_bytes is not None
+    extra = f", +{(figures.extra_bytes or 0) / 2**20:.1f} MiB" if told else ""
     return f"{figures.ms * 1e3:.1f} µs, {rate(row, figures)}{extra}"
 
 

@@ -1,6 +1,4 @@
-"""Results and their provenance: a BenchRun is one process, a Row one case of one set, a Figures one contender there.
-
-rows.jsonl: a run, then rows and first calls; bench.json adds summaries and verdicts (docs/performance/README.md)."""
+"""Results and their provenance: a BenchRun is one process, a Row one case of one set, a Figures one contender there."""
 
 import datetime
 import math

@@ -210,8 +210,7 @@ def part_of(
     old: Snapshot, new: Snapshot, target: Callable[[str], bool] | None = None,
     problem: Callable[[SnapshotCell], bool] | None = None,
 ) -> Callable[[SnapshotCell], bool]:  # fmt: skip
-    """Return a predicate of an old run's cells: a partial new run has their target and problem, or the arguments hold.
-    If both runs have a target with one toolchain, the old run's other toolchains do not count."""
+    """Return a predicate of an old run's cells: a partial new run has their place, or the arguments hold."""
     were, are = columns(old.entries), columns(new.entries)
     shared = {where for where, toolchain in were if (where, toolchain) in are}
     targets = {where for where, _ in are}

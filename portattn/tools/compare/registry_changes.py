@@ -1,6 +1,4 @@
-"""Everything that a change of compiler keeps, changes and loses on some targets, without starting a compiler.
-
-Figures of one compiler say nothing of another; a quirk never probed on it is unverified, a guess on the safe side."""
+"""Everything that a change of compiler keeps, changes and loses on some targets, without starting a compiler."""
 
 import datetime
 import functools

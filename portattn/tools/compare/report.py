@@ -1,6 +1,4 @@
-"""The report of a change of compiler, and its Markdown summary: losses first, each with its cause and remedy.
-
-Limits (1 MiB a step, 10 annotations of a kind): "Workflow commands for GitHub Actions"."""
+"""The report of a change of compiler, and its Markdown summary: losses first, each with its cause and remedy."""
 
 import datetime
 import html

@@ -116,8 +116,7 @@ class MatrixRequest(NamedTuple):
 def request_predicates(
     names: Collection[str], globs: Sequence[str], ops: Sequence[str], which: SetName, sets: str
 ) -> tuple[Callable[[str], bool], Callable[[SnapshotCell], bool]]:
-    """Return predicates of requested targets, and of cells of requested problems in an earlier run of `sets`.
-    A vanished target or problem counts if a glob fits it, a problem of only another set than `which` does not."""
+    """Return predicates of requested targets, and of cells of requested problems in an earlier run of `sets`."""
     known = {name: {named.name for named in made()} for name, made in SETS.items() if name in sets.split(", ")}
     others = set().union(*known.values()) - known.get(which, set())
 

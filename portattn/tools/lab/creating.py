@@ -1,7 +1,4 @@
-"""Make an environment: build it under another name beside its place, try it, and rename it when it is whole.
-
-pip installs the compiler alone (never torch) from outside; parts that only profile or link statically are removed.
-Programs are told line by line and ended on interrupt; workers run under the environments' Pythons."""
+"""Make an environment: build it under another name beside its place, try it, and rename it when it is whole."""
 
 import contextlib
 import contextvars

@@ -1,7 +1,4 @@
-"""The audit of the quirk registry, behind `portattn quirks audit`.
-
-Red: faults of files, ids, dates and conditions, conflicts, entries against their probes, claims without evidence.
-Warning: an entry that takes the core from a whole backend without an end."""
+"""The audit of the quirk registry, behind `portattn quirks audit`."""
 
 import datetime
 import difflib

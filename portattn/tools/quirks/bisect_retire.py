@@ -1,6 +1,4 @@
-"""`portattn quirks bisect` and `retire`: the compilers of the lab that have a bug, and an entry made a tombstone.
-
-Two binary searches find both ends; if a result breaks that rule, every compiler is tested. Recorded failures stay."""
+"""`portattn quirks bisect` and `retire`: the compilers of the lab that have a bug, and an entry made a tombstone."""
 
 import datetime
 from collections.abc import Callable, Iterator, Sequence

@@ -1,6 +1,4 @@
-"""The texts of a draft: the entry in TOML, the program that fails as the log did, and the report for a tracker.
-
-Unknown facts are lines that the loader refuses until they are filled in."""
+"""The texts of a draft: the entry in TOML, the program that fails as the log did, and the report for a tracker."""
 
 import json
 import pprint

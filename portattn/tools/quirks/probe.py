@@ -1,6 +1,4 @@
-"""Run probes: the arms of one quirk on one toolchain, whether they can run here, and many quirks side by side.
-
-An arm of a probe program runs in a worker, which need not have portattn installed."""
+"""Run probes: the arms of one quirk on one toolchain, whether they can run here, and many quirks side by side."""
 
 import contextlib
 import datetime

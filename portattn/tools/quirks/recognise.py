@@ -1,6 +1,4 @@
-"""Recognise the failures in a log, each once, and the environment (chip, compiler, kernel) that the log names.
-
-A failure's signature is a regular expression that finds it in another run, made by `generalise`."""
+"""Recognise the failures in a log, each once, and the environment (chip, compiler, kernel) that the log names."""
 
 from __future__ import annotations
 

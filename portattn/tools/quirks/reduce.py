@@ -1,6 +1,4 @@
-"""`portattn quirks reduce`: the smallest specialisation of our own kernels that fails in the same way.
-
-Delta debugging over a list of simplifications, until a round changes nothing; every try compiles in a child."""
+"""`portattn quirks reduce`: the smallest specialisation of our own kernels that fails in the same way."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator

@@ -1,6 +1,4 @@
-"""The core kernels as tunables: a candidate is planned as if its entry were the tuning file's.
-
-axes.toml has the axes of each kernel: fields of Launch, compiler options, choices of Lowering, or `occupancy`."""
+"""The core kernels as tunables: a candidate is planned as if its entry were the tuning file's."""
 
 import contextlib
 import datetime

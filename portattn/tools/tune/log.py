@@ -1,6 +1,4 @@
-"""The log of a run: JSON lines as they happen, and a table for people, rewritten after each class.
-
-Only whole lines are written, so that an interrupted run can go on."""
+"""The log of a run: JSON lines as they happen, and a table for people, rewritten after each class."""
 
 import io
 from collections.abc import Callable, Sequence

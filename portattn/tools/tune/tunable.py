@@ -1,6 +1,4 @@
-"""A kernel to be tuned, and one candidate of its search: its settings, its compilation, and whether its code fits.
-
-`verdict` rejects a candidate by its compiled code, before a device runs it: code that does not fit, or spills."""
+"""A kernel to be tuned, and one candidate of its search: its settings, its compilation, and whether its code fits."""
 
 from __future__ import annotations
 

@@ -48,9 +48,7 @@ LATENT = (576, 512, 64)  # FlashMLA's row width, width of the values and page
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A library's adapter: `contenders` returns its ways to compute a case by name, `library/way`; none if not covered.
-
-    Layouts are made before the timed call. It computes a backward case's forward; `with_gradients` does the rest."""
+    """A library's adapter: `contenders` returns its ways to compute a case by name, `library/way`."""
 
     contenders: Callable[[Case, Tensors], dict[str, Build]]
     absent: Callable[[], str] = str  # returns why the library cannot be used in this process, or ""

@@ -1,6 +1,4 @@
-"""Peers that are Python packages, FlashAttention's and others'; presence of torch.ops libraries.
-
-FlashInfer 0.6 (docs.flashinfer.ai): planning is not timed, causal masks are bottom-right, windows left-sided."""
+"""Peers that are Python packages, FlashAttention's and others'; presence of torch.ops libraries."""
 
 import ctypes
 import functools
