@@ -6,8 +6,6 @@ Signatures and results are read from these modules, so a parameter is written on
 with 1 if a stub is out of date.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import builtins
@@ -85,13 +83,13 @@ def path_of(package: str, ending: str = ".pyi") -> Path:
     return folder / f"__init__{ending}" if folder.is_dir() else folder.with_suffix(ending)
 
 
-def _methods(node: ast.stmt | None, source: Module, imports: set[tuple[str, str]]) -> Iterator[str]:
+def _methods(node: ast.stmt | None, source: "Module", imports: set[tuple[str, str]]) -> Iterator[str]:
     for member in node.body if isinstance(node, ast.ClassDef) else ():
         if isinstance(member, ast.FunctionDef) and not member.name.startswith("_"):
             yield from _overloads(member, source, imports)
 
 
-def _overloads(function: ast.FunctionDef, source: Module, imports: set[tuple[str, str]]) -> Iterator[str]:
+def _overloads(function: ast.FunctionDef, source: "Module", imports: set[tuple[str, str]]) -> Iterator[str]:
     """Yield one overload for each kind of flag; nothing for a function without one."""
     arguments = function.args
     names = [argument.arg for argument in (*arguments.args, *arguments.kwonlyargs)]
@@ -115,7 +113,7 @@ def _overloads(function: ast.FunctionDef, source: Module, imports: set[tuple[str
 
 
 def _parameters(
-    function: ast.FunctionDef, source: Module, imports: set[tuple[str, str]],
+    function: ast.FunctionDef, source: "Module", imports: set[tuple[str, str]],
     flag: Mapping[str, str] = MappingProxyType({}), first_keyword: int | None = None, required: int = 0,
 ) -> list[str]:  # fmt: skip
     """Return the parameters as a stub has them, without the ones that only refuse (`**unknown: NoReturn`).
@@ -155,7 +153,7 @@ def _signature(name: str, words: list[str], result: str) -> str:
     return f"def {name}({shown}{between}){end}"
 
 
-def _annotated(parameter: ast.arg, source: Module, imports: set[tuple[str, str]]) -> str:
+def _annotated(parameter: ast.arg, source: "Module", imports: set[tuple[str, str]]) -> str:
     """Return a parameter with its type, whose names are added to the imports."""
     for part in ast.walk(_annotation(parameter)):
         if isinstance(part, ast.Name) and part.id not in ("torch", *dir(builtins)):
@@ -169,7 +167,7 @@ def _annotation(parameter: ast.arg | None) -> ast.expr:
     return parameter.annotation
 
 
-def _results(source: Module, function: ast.FunctionDef) -> tuple[str, str]:
+def _results(source: "Module", function: ast.FunctionDef) -> tuple[str, str]:
     """Return the types of the result without and with the flag, which are the sides of the annotation's union."""
     union = function.returns
     if isinstance(union, ast.Name):  # an alias

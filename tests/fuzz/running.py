@@ -1,7 +1,5 @@
 """Cases shared out to processes, each with a seed of its own; what they found; what became of those that died."""
 
-from __future__ import annotations
-
 import collections
 import multiprocessing
 import queue
@@ -36,7 +34,7 @@ class Found(msgspec.Struct, kw_only=True):
     counts: dict[str, int] = {}
     failures: list[Failure] = []
 
-    def add(self, other: Found) -> None:
+    def add(self, other: "Found") -> None:
         self.cases += other.cases
         for name, number in other.counts.items():
             self.counts[name] = self.counts.get(name, 0) + number

@@ -1,8 +1,6 @@
 """Many shapes of a few kinds, in turn in one process: each computes what it does where nothing came before. On a device
 the results are compared, byte for byte; without one the launches of an H100 (recorded.py)."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -47,7 +45,7 @@ class Outcome(msgspec.Struct):
     tensors: list[Any] = []
     said: list[Any] = []
 
-    def same(self, other: Outcome) -> bool:
+    def same(self, other: "Outcome") -> bool:
         if (self.path, self.said, len(self.tensors)) != (other.path, other.said, len(other.tensors)):
             return False
         return all(torch.equal(_bits(a), _bits(b)) for a, b in zip(self.tensors, other.tensors, strict=True))
@@ -58,7 +56,7 @@ class Outcome(msgspec.Struct):
             found.update(_bits(tensor).cpu().numpy().tobytes())
         return found.hexdigest()
 
-    def differs(self, other: Outcome) -> str:
+    def differs(self, other: "Outcome") -> str:
         if self.path == RAISED:
             return f"raised: {self.said[0]}"
         if self.path != other.path:

@@ -1,7 +1,5 @@
 """Case: one timed problem as data; the named sets of sets.toml; the order in which a budget measures their cases."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -82,7 +80,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     def quantised(self) -> bool:
         return self.kv_format != "as_q"
 
-    def unquantised(self) -> Case:
+    def unquantised(self) -> "Case":
         return msgspec.structs.replace(self, kv_format="as_q", kv_scales="none", inline_scales=False)
 
     def flops(self) -> int:

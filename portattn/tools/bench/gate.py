@@ -2,8 +2,6 @@
 
 A sample of sequences and key/value heads, smaller the more pairs they have, is compared with float64."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable
@@ -192,7 +190,7 @@ class ExpectedGradients:
     budgets: dict[str, list[float]]
 
     @classmethod
-    def of(cls, parts: list[Part], dtype: torch.dtype) -> ExpectedGradients:
+    def of(cls, parts: list[Part], dtype: torch.dtype) -> "ExpectedGradients":
         budgets: dict[str, list[float]] = {}
         for name in NAMES:
             pairs = [(segments(part.values[name]), segments(part.same[name])) for part in parts]

@@ -1,7 +1,5 @@
 """Releases of Triton to time, each in a process of its own: the steps of its process, and contenders for the parent."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os
@@ -153,7 +151,7 @@ class Release(msgspec.Struct, frozen=True, kw_only=True):
     folder: str = ""  # that holds `triton/`; empty for the installed release
 
     @classmethod
-    def installed(cls) -> Release:
+    def installed(cls) -> "Release":
         return cls(version=installed_toolchain().version)
 
     @property

@@ -2,8 +2,6 @@
 
 A power-capped card is slower after a long call than after a rest: only times of one round compare."""
 
-from __future__ import annotations
-
 import math
 import statistics
 import time
@@ -36,7 +34,7 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
     count: int
 
     @classmethod
-    def of(cls, values: list[float]) -> Spread:
+    def of(cls, values: list[float]) -> "Spread":
         ordered = sorted(values)
         last = len(ordered) - 1
         return cls(

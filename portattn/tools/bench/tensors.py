@@ -1,7 +1,5 @@
 """A case's inputs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -115,7 +113,7 @@ class Tensors:
     grad_out: torch.Tensor | None = None  # of a backward case: the result's gradient
 
     @classmethod
-    def random(cls, case: Case, device: torch.device, seed: int = 0) -> Tensors:
+    def random(cls, case: Case, device: torch.device, seed: int = 0) -> "Tensors":
         """Return normal random values, pages in random order, and a random choice of tokens; on meta without data."""
         generator = None if device.type == "meta" else torch.Generator(device=device).manual_seed(seed)
         dtype = TORCH_DTYPE[case.dtype]
@@ -160,7 +158,7 @@ class Tensors:
             made.grad_out = normal(*q.shape[:-1], case.width_v)
         return made
 
-    def stored(self, case: Case) -> Tensors:
+    def stored(self, case: Case) -> "Tensors":
         """Return the tensors with k and v in the case's format, with scales; self if that is the queries' dtype."""
         if not case.quantised:
             return self
@@ -172,18 +170,18 @@ class Tensors:
         (k, k_scale), (v, v_scale) = (quantize_kv(case, x) for x in (self.k, self.v))
         return replace(self, k=k, v=v, k_scale=k_scale, v_scale=v_scale)
 
-    def unquantised(self) -> Tensors:
+    def unquantised(self) -> "Tensors":
         """Return a copy with k and v dequantized to the queries' dtype, rounded once."""
         k = dequantize(self.k, self.k_scale, self.q.dtype, self.k_block_scale)
         v = dequantize(self.v, self.v_scale, self.q.dtype, self.v_block_scale)
         return replace(self, k=k, v=v, k_scale=None, v_scale=None, k_block_scale=None, v_block_scale=None)
 
-    def leaves(self) -> Tensors:
+    def leaves(self) -> "Tensors":
         """Return detached tensors of the same memory whose q, k and v require gradients."""
         q, k, v = (x.detach().requires_grad_() for x in (self.q, self.k, self.v))
         return replace(self, q=q, k=k, v=v)
 
-    def part(self, case: Case, sequence: int, head: int) -> tuple[Case, Tensors]:
+    def part(self, case: Case, sequence: int, head: int) -> "tuple[Case, Tensors]":
         """Return one sequence and one key/value head with its group, unpadded, as a case of its own; all are views."""
         queries, keys = case.queries[sequence], case.keys[sequence]
         group = slice(head * case.group, (head + 1) * case.group)

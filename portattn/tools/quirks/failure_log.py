@@ -2,8 +2,6 @@
 
 patterns.toml has the texts as data: prefixes, failures, stages, chips, versions and functions."""
 
-from __future__ import annotations
-
 import codecs
 import functools
 import itertools
@@ -138,7 +136,7 @@ class Stream(msgspec.Struct, frozen=True, dict=True):
         return bisect_right(self.starts, at) - 1
 
     @cached_property
-    def streams(self) -> tuple[Stream, ...]:
+    def streams(self) -> "tuple[Stream, ...]":
         """Return the lines of each process; the lines without a process come first."""
         found: dict[str, list[Line]] = {}
         for line in self.lines:

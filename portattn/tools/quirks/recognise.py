@@ -1,7 +1,5 @@
 """Recognise the failures in a log, each once, and the environment (chip, compiler, kernel) that the log names."""
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
@@ -253,7 +251,7 @@ class LoggedEnvironment(msgspec.Struct, frozen=True, kw_only=True):
     function: LogValue | None = None
     kernels: tuple[str, ...] = ()  # portattn's names of the core kernels with the source `function`
 
-    def completed(self, other: LoggedEnvironment) -> LoggedEnvironment:
+    def completed(self, other: "LoggedEnvironment") -> "LoggedEnvironment":
         """Fill in missing parts from another text: the chip if the backends agree, and all versions."""
         same = self.backend is None or (other.backend is not None and other.backend.value == self.backend.value)
         chip = self if self.arch or self.chip or not same else other

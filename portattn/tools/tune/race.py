@@ -3,8 +3,6 @@
 FINALISTS then take turns with the incumbent, as a capped card is slower after a long call than after a rest. The best
 replaces it by more than the noise: half the spread of the rounds' ratios, at least NOISE, an outlier trimmed."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -69,7 +67,7 @@ class Times(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     rounds: tuple[float, ...] = ()
 
     @classmethod
-    def of(cls, samples: Iterable[float], rounds: Iterable[float] = ()) -> Times:
+    def of(cls, samples: Iterable[float], rounds: Iterable[float] = ()) -> "Times":
         seen = sorted(samples)
         return cls(least=seen[0], median=statistics.median(seen), most=seen[-1], rounds=tuple(rounds))
 

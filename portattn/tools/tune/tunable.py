@@ -1,7 +1,5 @@
 """A kernel to be tuned, and one candidate of its search: its settings, its compilation, and whether its code fits."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -49,7 +47,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def key(self) -> str:
         return hashlib.sha256(msgspec.json.encode(self, order="deterministic")).hexdigest()[:12]
 
-    def differs(self, other: Choice) -> int:
+    def differs(self, other: "Choice") -> int:
         """Count the settings in which the two differ. An unset choice counts as its default."""
         ours, theirs = self.settings, other.settings
         return sum(
