@@ -300,7 +300,11 @@ def compare(request: dict[str, Any], enter: Callable[[str], None] = lambda stage
     """Run `path` of `target` on random tensors, NaN in outputs and padding: {"facts": …} of testing/verdict.judge.
 
     With `timed` the facts have `microseconds`, if the device's events keep time."""
-    call, target = call_of(request), Registry.load().target(request["target"])
+    target = Registry.load().target(request["target"])
+    if request["device"] != "cpu":
+        # TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps torch from importing the device's package, as torch_npu; detection does.
+        Registry.load().backends[target.backend].detect()
+    call = call_of(request)
     enter(RUNS)
     with nan_filled_memory(), torch.no_grad():
         out, lse, probabilities = _run_path(request, call, target)

@@ -101,9 +101,11 @@ with warnings.catch_warnings(record=True) as caught:
     torch.testing.assert_close(out.cpu(), right, rtol=2e-3, atol=2e-3)
     made = portattn.last_plan()
     (npu,) = [item.value for item in doctor.backends().items if item.name == "ascend"]
+    found = [one for one in doctor.device_checks(60) if one.name.startswith("ascend")]
     print(json.dumps({
         "target": made.target, "path": made.path, "why": [no.reason for no in made.rejected], "doctor": npu,
         "devices": [one.name for one in devices()], "told": [str(one.message) for one in caught],
+        "checks": {one.name: one.outcome for one in found},
     }))
 """
 
@@ -117,7 +119,8 @@ def test_a_chip_is_named_and_its_relatives_are_planned_as_it() -> None:
     listed = called(FAKE_NPU_CHIP="Ascend950PR_9579")
     assert (listed["target"], listed["devices"]) == ("ascend:ascend910_95", ["ascend:ascend910_95", "cpu:generic"])
     assert listed["doctor"].startswith("ascend910_95 (Ascend950PR_9579)")
-    unlisted = called(FAKE_NPU_CHIP="Ascend910B9")
+    unlisted = called(FAKE_NPU_CHIP="Ascend910B9", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert unlisted["checks"] == {"ascend:ascend910b2, npu_fused_infer_attention_score path": "PASS"}
     assert unlisted["target"] == "ascend:ascend910b2"
     assert unlisted["path"].startswith("npu_")
     assert unlisted["doctor"].startswith("ascend910b2 (Ascend910B9)")
