@@ -306,8 +306,10 @@ def _install(name: str, making: Path, chosen: Python | None, say: Say, commands:
             f"{name}: needs CPython {supported}, and neither this Python nor one on PATH "
             f"({', '.join(ON_PATH)}) is; --python names one"
         )
-    index = [f"it is published at {recipe.index}: PIP_EXTRA_INDEX_URL names another index"] if recipe.index else []
-    raise LabError("\n  ".join([f"{name}: no build of it for Python {', '.join(tried)}; pip said", *refused, *index]))
+    wheel = f"a wheel {name.replace('-', '_').replace('==', '-')}-*.whl in a folder that PIP_FIND_LINKS names"
+    index = f"it is published at {recipe.index}: " if recipe.index else ""
+    remedy = f"{index}PIP_EXTRA_INDEX_URL names another index, and {wheel} is taken, too"
+    raise LabError("\n  ".join([f"{name}: no build of it for Python {', '.join(tried)}; pip said", *refused, remedy]))
 
 
 def _pip() -> list[str]:
