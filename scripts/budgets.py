@@ -171,8 +171,7 @@ def participles(tree: Tree) -> list[str]:
 
 
 def inner_jit_parameters(tree: Tree) -> int:
-    inner = [count for name, _, count in tree.jit_functions if name in tree.called_inside]
-    return max(inner, default=0)
+    return max((count for name, _, count in tree.jit_functions if name in tree.called_inside), default=0)
 
 
 def wide_functions(tree: Tree) -> list[str]:

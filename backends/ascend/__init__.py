@@ -57,7 +57,6 @@ class NpuFusionAttention(VendorPath):
         }
     )  # fmt: skip
 
-    MAX_HEAD_DIM = 768
     MAX_HEADS = 256
     MAX_SEQ = 1 << 20  # "1M", also of packed rows
     MAX_BATCH = 2 << 20  # "2M"
@@ -99,7 +98,6 @@ class NpuFusionAttention(VendorPath):
                 f"head_dim_v is {p.head_dim_v}, and {self.name} takes up to head_dim, {p.head_dim}",
                 "pad the keys, or backend='reference'",
             ),
-            _limit(self.name, "head_dim", p.head_dim, self.MAX_HEAD_DIM),
             _limit(self.name, "heads_q", p.heads_q, self.MAX_HEADS),
             _limit(self.name, "seq_q", p.seq_q, self.MAX_SEQ),
             _limit(self.name, "seq_k", p.seq_k, self.MAX_SEQ),

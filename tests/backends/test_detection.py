@@ -67,19 +67,11 @@ def test_no_device_no_initialisation(backend, monkeypatch):
 
 @pytest.mark.parametrize(
     ("capability", "arch"),
-    [
-        ((9, 0), "sm_90"),
-        ((8, 7), "sm_86"),
-        ((8, 8), "sm_86"),
-        ((10, 3), "sm_103"),
-        ((12, 1), "sm_121"),
-        ((11, 0), "sm_110"),
-        ((7, 5), "sm_75"),  # known, and refused
-        ((5, 2), None),
-        ((10, 1), None),
-        ((13, 0), None),
+    [  # sm_75 is known, and refused
+        ((9, 0), "sm_90"), ((8, 7), "sm_86"), ((8, 8), "sm_86"), ((10, 3), "sm_103"), ((12, 1), "sm_121"),
+        ((11, 0), "sm_110"), ((7, 5), "sm_75"), ((5, 2), None), ((10, 1), None), ((13, 0), None),
     ],
-)
+)  # fmt: skip
 def test_cuda_capabilities(capability, arch, gpu):
     gpu("cuda", major=capability[0], minor=capability[1])
     assert CudaBackend().detect() == arch
@@ -90,17 +82,12 @@ def test_cuda_capabilities(capability, arch, gpu):
 
 @pytest.mark.parametrize(
     ("gcn", "arch"),
-    [
-        ("gfx942:sramecc+:xnack-", "gfx942"),
-        ("gfx90a:sramecc+:xnack-", "gfx90a"),
-        ("gfx1100", "gfx1100"),
-        ("gfx1101", "gfx1101"),
-        ("gfx1103", None),
-        ("gfx908:sramecc+:xnack-", "gfx908"),  # known, and refused
-        ("gfx1032", "gfx1030"),
+    [  # gfx908 is known, and refused
+        ("gfx942:sramecc+:xnack-", "gfx942"), ("gfx90a:sramecc+:xnack-", "gfx90a"), ("gfx1100", "gfx1100"),
+        ("gfx1101", "gfx1101"), ("gfx1103", None), ("gfx908:sramecc+:xnack-", "gfx908"), ("gfx1032", "gfx1030"),
         ("gfx803", None),
     ],
-)
+)  # fmt: skip
 def test_rocm_names(gcn, arch, gpu):
     gpu("hip", gcnArchName=gcn)
     assert RocmBackend().detect() == arch

@@ -40,11 +40,8 @@ QUIRK = next(iter(Registry.load().quirks))
 @pytest.mark.parametrize(
     ("words", "found"),
     [
-        (("p",), ["plan"]),
-        (("plan", ""), list(OPS)),
-        (("plan", "de"), ["decode_attention"]),
-        (("plan", "--causal", "--lse", "de"), ["decode_attention"]),
-        (("explain", "x"), []),
+        (("p",), ["plan"]), (("plan", ""), list(OPS)), (("plan", "de"), ["decode_attention"]),
+        (("plan", "--causal", "--lse", "de"), ["decode_attention"]), (("explain", "x"), []),
         (("plan", "attention", "--dtype", "b"), ["bf16"]),
         (("plan", "attention", "--target", "cuda", ":", "sm_9"), ["sm_90"]),
         (("plan", "attention", "--target", "=", "cuda:sm_9"), ["sm_90"]),
@@ -52,12 +49,11 @@ QUIRK = next(iter(Registry.load().quirks))
         (("matrix", "run", "--targets", "hopper,rdna3."), ["hopper,rdna3.5"]),
         (("plan", "attention", "--toolchain", "triton", "==", "3.6"), ["3.6.0"]),
         (("matrix", "run", "--targets", "rocm", ":", "gfx90a,cuda", ":", "sm_9"), ["sm_90"]),
-        (("quirks", "show", QUIRK[:-1]), [QUIRK]),
-        (("quirks", "why", "ascend910b2"), []),
+        (("quirks", "show", QUIRK[:-1]), [QUIRK]), (("quirks", "why", "ascend910b2"), []),
         (("plan", "attention", "--quirks", f"+{QUIRK},-{QUIRK[:-1]}"), [f"+{QUIRK},-{QUIRK}"]),
         (("verify", "attention", "ml"), ["mla_attention"]),
     ],
-)
+)  # fmt: skip
 def test_values_complete(words, found):
     assert completed(*words) == found
 

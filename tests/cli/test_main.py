@@ -117,19 +117,13 @@ def test_an_interrupt_is_no_red_cell(portattn, monkeypatch):
 @pytest.mark.parametrize(
     "line",
     [
-        ("matrix", "log", "A", "FILE"),
-        ("matrix", "diff", "FILE", "FILE"),
-        ("matrix", "check", "FILE"),
-        ("matrix", "check", ".", "--baseline", "FILE.toml"),
-        ("matrix", "merge", "FILE", "--out", "out"),
-        ("bench", "report", "FILE"),
-        ("bench", "compare", "FILE", "FILE"),
-        ("bench", "join", "FILE", "--out", "out"),
-        ("warmup", "FILE"),
-        ("quirks", "new", "--from-log", "FILE"),
+        ("matrix", "log", "A", "FILE"), ("matrix", "diff", "FILE", "FILE"), ("matrix", "check", "FILE"),
+        ("matrix", "check", ".", "--baseline", "FILE.toml"), ("matrix", "merge", "FILE", "--out", "out"),
+        ("bench", "report", "FILE"), ("bench", "compare", "FILE", "FILE"), ("bench", "join", "FILE", "--out", "out"),
+        ("warmup", "FILE"), ("quirks", "new", "--from-log", "FILE"),
     ],
     ids=lambda line: " ".join(line[:2]),
-)
+)  # fmt: skip
 @pytest.mark.parametrize("kind", ["device", "pipe"])
 def test_devices_and_pipes_are_not_read(portattn, tmp_path, line, kind) -> None:
     """/dev/zero fills the memory, and a pipe that nobody writes to is waited for for ever."""

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from vendor_cases import CASES, FUSION, INFER, LOSSES, TOLERANCE, case, error, exact_gradients, loss_of, trained
-from vendor_kernels import SCHEMAS, VendorKernels
+from vendor_cases import CASES, FUSION, INFER, LACKS, LOSSES, TOLERANCE, case, error, exact_gradients, loss_of, trained
+from vendor_kernels import RELEASE, RELEASES, SCHEMAS, VendorKernels
 
 from portattn import attention, varlen_attention
 from portattn.api import dispatch
@@ -36,10 +36,10 @@ def problem(**changes: Any) -> Problem:
 
 
 @pytest.fixture
-def npu(monkeypatch: pytest.MonkeyPatch) -> VendorKernels:
-    kernels = VendorKernels()
+def npu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> VendorKernels:
+    kernels = VendorKernels(getattr(request, "param", RELEASE))
     monkeypatch.setitem(sys.modules, "torch_npu", kernels)
-    register(monkeypatch, SCHEMAS)
+    register(monkeypatch, kernels.schemas)
     return kernels
 
 
@@ -66,10 +66,14 @@ def test_the_recorded_evidence_is_of_the_cases() -> None:
     assert all(row.evidence == ("vendor's autograd" if row.needs_grad else "vendor's schema") for row in rows)
 
 
+@pytest.mark.parametrize("npu", RELEASES, indirect=True)
 @pytest.mark.parametrize(("name", "seed"), [(name, seed) for name in CASES for seed in range(SEEDS.get(name, 2))])
 def test_results(name: str, seed: int, npu: VendorKernels) -> None:
     path, call = case(name, seed)
-    assert path.rejects(call.problem, A3) is None
+    rejection = path.rejects(call.problem, A3)
+    assert (rejection.reason if rejection else "") == LACKS.get(npu.__version__, {}).get(name, "")
+    if rejection:
+        return
     out, lse = path.run(call)
     exact, exact_lse = oracle(call)
     assert out.dtype == call.dtype
@@ -84,7 +88,9 @@ def test_results(name: str, seed: int, npu: VendorKernels) -> None:
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize(
+    ("name", "npu"), [(n, r) for n in TRAINED for r in RELEASES if n not in LACKS.get(r, {})], indirect=["npu"]
+)
 def test_gradients(name: str, loss: str, npu: VendorKernels) -> None:
     path, call = case(name, 1)
     found = torch.autograd.grad(loss_of(loss, *path.run(call)), [*trained(call).values()], allow_unused=True)
@@ -196,10 +202,24 @@ def test_pages_that_lie_apart_or_are_shared_are_gathered(strides: str, page_layo
     assert len(npu.calls[0][1]["key"]) == sum(max(-(-length // 16), 1) for length in call.seqlens_k.tolist())
 
 
-def test_a_cache_of_more_numbers_than_int32_counts_is_refused(npu: VendorKernels, monkeypatch: Any) -> None:
-    monkeypatch.setattr(vendor, "MAX_CACHE", 100)
-    with pytest.raises(ArgumentError, match=r"k_pages.numel\(\) is .* must be at most 100"):
-        INFER.run(case("pages, heads first", 0)[1])
+@pytest.mark.parametrize("name", ["k", "v"])
+def test_a_cache_of_more_numbers_than_int32_counts_is_refused(name: str, npu: VendorKernels) -> None:
+    """No plan knows how many pages a cache has."""
+    most = (1 << 31) - 1
+    _, call = case("pages, heads first", 0)
+    fields = {"seq_q": 1, "seq_k": 4, "page_size": 1, "heads_k": 1, "head_dim": 1, "page_layout": "hpd"}
+    call.problem = msgspec.structs.replace(call.problem, **fields)
+    call.page_table, call.seqlens_k = torch.zeros(3, 4, dtype=torch.int32), torch.full((3,), 4, dtype=torch.int32)
+    for pages, rows in ((most, 1), (most + 1, 1), (most + 1, 2)):
+        caches = {one: torch.empty(most if one != name else pages, 1, 1, 1, device="meta") for one in ("k", "v")}
+        call.k = caches["k"]
+        call.problem = msgspec.structs.replace(call.problem, seq_q=rows)
+        if pages == most or rows == 2:
+            assert vendor._pages(call, caches, [4, 4, 4])[0] == caches, "several rows have no such limit"
+        else:
+            with pytest.raises(ArgumentError, match=rf"{name}_pages\.numel\(\) is {pages}.* must be at most {most}"):
+                vendor._pages(call, caches, [4, 4, 4])
+    assert not npu.calls
 
 
 def test_lengths_beyond_the_cache_are_clamped(npu: VendorKernels) -> None:
@@ -217,35 +237,45 @@ def test_page_ids_behind_a_sequence_are_anything(npu: VendorKernels) -> None:
     assert lse[1].isneginf().all()
 
 
-# An older torch_npu
+# Other releases of torch_npu
 
 
-OLDER = [
-    ("npu_fusion_attention", "sink", "sinks", "has no sink in npu_fusion_attention"),
-    ("npu_fusion_attention", "softmax_layout", "packed", "the LSE of packed sequences"),
-    ("npu_fusion_attention_v2", "", "bias", "has no npu_fusion_attention_v2"),
-    ("npu_fused_infer_attention_score_v2", "", "inference, packed", "has no npu_fused_infer_attention_score_v2"),
-    ("npu_fused_infer_attention_score", "key_antiquant_scale", "decode, int8", "no key_antiquant_scale in"),
-]  # fmt: skip
+# The function and the argument that a release lacks -> the problems that it does not take, and words of the reason
+OLDER: dict[tuple[str, str], tuple[Any, str]] = {
+    ("npu_fusion_attention", "sink"): (lambda path, p: p.sinks, "has no sink in npu_fusion_attention"),
+    ("npu_fusion_attention", "softmax_layout"): (
+        lambda path, p: path is FUSION and p.packed and p.return_lse, "the LSE of packed sequences"),
+    ("npu_fusion_attention_v2", ""): (lambda path, p: p.bias or p.alibi_slopes, "has no npu_fusion_attention_v2"),
+    ("npu_fusion_attention_v2", "sink"): (
+        lambda path, p: p.sinks and (p.bias or p.alibi_slopes), "has no sink in npu_fusion_attention_v2"),
+    ("npu_fused_infer_attention_score_v2", ""): (
+        lambda path, p: path is INFER and p.packed, "has no npu_fused_infer_attention_score_v2"),
+    ("npu_fused_infer_attention_score", "key_antiquant_scale"): (
+        lambda path, p: p.kv_format == "int8", "no key_antiquant_scale in"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("function", "argument", "name", "fragment"), OLDER)
+@pytest.mark.parametrize(("function", "argument"), OLDER)
 def test_a_feature_that_the_loaded_torch_npu_lacks(
-    function: str, argument: str, name: str, fragment: str, npu: VendorKernels, monkeypatch: pytest.MonkeyPatch
+    function: str, argument: str, npu: VendorKernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, asked = CASES[name][0], Problem(**CASES[name][1])
-    assert path.rejects(asked, B2) is None
+    lacks, fragment = OLDER[function, argument]
     older = dict(SCHEMAS)
     whole = older.pop(f"npu::{function}")
     if argument:
         kept = [str(part) for part in str(whole).split(", ") if f" {argument}=" not in part]
         older[f"npu::{function}"] = torch._C.parse_schema(", ".join(kept))
+    cases = [
+        (path, Problem(**fields | {"return_lse": lse})) for path, fields in CASES.values() for lse in (True, False)
+    ]
+    assert not any(path.rejects(asked, B2) for path, asked in cases)
     register(monkeypatch, older)
-    rejection = path.rejects(asked, B2)
-    assert fragment in rejection.reason
-    assert "torch_npu 2.13.0" in rejection.reason
+    for path, asked in cases:
+        rejection = path.rejects(asked, B2)
+        assert bool(rejection) == bool(lacks(path, asked)), asked
+        assert rejection is None or (fragment in rejection.reason and "torch_npu 2.13.0" in rejection.reason)
     monkeypatch.delitem(sys.modules, "torch_npu")
-    assert path.rejects(asked, B2) is None, "a plan without the machine is for the newest documented version"
+    assert not any(path.rejects(asked, B2) for path, asked in cases), "a plan without the machine is for the newest"
 
 
 # Refusals
@@ -254,7 +284,7 @@ def test_a_feature_that_the_loaded_torch_npu_lacks(
 BOTH = [
     ({"leftpad_k": True}, ["leftpad_k given"]), ({"seq_k": 0}, ["seq_k is 0"]),
     ({"leftpad_q": True, "leftpad_k": True}, ["leftpad_q, leftpad_k given"]),
-    ({"seq_q": 0, "batch": 0}, ["batch, seq_q is 0"]), ({"heads_q": 512, "heads_k": 512}, ["heads_q is 512", "to 256"]),
+    ({"seq_q": 0, "batch": 0}, ["batch, seq_q is 0"]), ({"heads_q": 257, "heads_k": 257}, ["heads_q is 257", "to 256"]),
     ({"op": "sparse_attention", "seq_q": 1, "tokens": 4}, ["op is sparse_attention"]),
     ({"op": "mla_attention", "heads_k": 1, "page_size": 16}, ["op is mla_attention"]),
     ({"softcap": True, "mask": True}, ["softcap, mask asked for", "called without"]),
@@ -274,6 +304,7 @@ FUSION_ONLY = [
     (VARLEN | {"alibi_slopes": True}, ["alibi_slopes asked for", "dense scores alone"]),
     (VARLEN | {"batch": 1025}, ["batch is 1025", "1024"]), ({"batch": 2097153}, ["batch is 2097153", "2097152"]),
     (VARLEN | {"total_q": 1048577}, ["total_q is 1048577", "up to 1048576"]),
+    (VARLEN | {"total_k": 1048577}, ["total_k is 1048577"]),
     ({"seq_q": 1048577}, ["seq_q is 1048577", "1048576"]), ({"seq_k": 1048577}, ["seq_k is 1048577", "1048576"]),
     ({"dropout": True}, ["dropout_p > 0", "not by dropout_seed"]),
 ]  # fmt: skip
@@ -282,18 +313,18 @@ INFER_ONLY = [
     ({"bias": True, "sinks": True}, ["sinks, bias asked for", "called without"]),
     ({"dtype": "fp32"}, ["dtype is fp32", "fp16 and bf16"]), ({"head_dim": 72}, ["head_dim is 72", "multiples of 16"]),
     ({"needs_grad": True}, ["gradients are asked for", "inference"]),
-    ({"head_dim": 576}, ["head_dim is 576", "up to 512"]), ({"batch": 65537}, ["batch is 65537", "up to 65536"]),
+    ({"head_dim": 528}, ["head_dim is 528", "up to 512"]), ({"batch": 65537}, ["batch is 65537", "up to 65536"]),
     ({"head_dim": 64, "head_dim_v": 32}, ["head_dim_v is 32", "head_dim 64"]),
-    (ROW | {"window_left": 2}, ["window (2, -1) with lengths"]), (PAGES | {"window_left": 2}, ["NaN in keys before"]),
-    ({"heads_q": 128, "heads_k": 1}, ["query heads for each key/value head is 128", "up to 64"]),
+    (ROW | {"window_left": 0}, ["window (0, -1) with lengths"]), (PAGES | {"window_left": 2}, ["NaN in keys before"]),
     ({"seq_q": 20971521}, ["seq_q is 20971521", "20971520"]), ({"seq_k": 20971521}, ["seq_k is 20971521", "20971520"]),
     ({"seq_q": 1, "seq_k": 262145}, ["seq_k is 262145", "up to 262144"]),
     (VARLEN | {"dtype": "fp16"}, ["dtype is fp16", "bf16 alone"]), (VARLEN | {"batch": 4097}, ["batch is 4097"]),
     (VARLEN | {"head_dim": 64}, ["head_dim, head_dim_v are (64, 64)", "(128, 128), (192, 128), (192, 192)"]),
     (VARLEN | {"causal": "top_left"}, ["causal top-left", "bottom-right masks"]),
-    (VARLEN | {"total_k": 1048577}, ["total_k is 1048577", "up to 1048576"]),
+    *((VARLEN | {name: 1048577}, [f"{name} is 1048577", "up to 1048576"]) for name in ("total_q", "total_k")),
+    ({"heads_q": 65, "heads_k": 1}, ["query heads for each key/value head is 65", "up to 64"]),
     (PAGES | {"page_size": 24}, ["page_size is 24", "multiples of 16 up to 512", "seq_q 1"]),
-    (PAGES | {"page_size": 1024}, ["page_size is 1024", "up to 512"]), (PAGES | {"total_q": 2}, ["packed queries"]),
+    (PAGES | {"page_size": 528}, ["page_size is 528", "up to 512"]), (PAGES | {"total_q": 2}, ["packed queries"]),
     (PAGES | {"seq_q": 2, "page_size": 64}, ["page_size is 64", "multiples of 128", "seq_q 2"]),
     (PAGES | {"heads_q": 256, "heads_k": 256, "head_dim": 256}, ["heads_k · head_dim is 65536", "up to 65535"]),
     (PAGES | CODES | {"op": "paged_attention", "page_layout": "hpd"}, ["page_size is 16", "multiples of 32"]),
@@ -309,6 +340,37 @@ REFUSED = (
 )
 
 
+# The largest sizes, and the smallest, that a plan takes; REFUSED has the next ones.
+AT_LIMITS = [
+    (FUSION, {"head_dim": 576}), (FUSION, {"heads_q": 256, "heads_k": 256, "seq_q": 1 << 20, "seq_k": 1 << 20}),
+    (FUSION, {"batch": 2 << 20}), (FUSION, VARLEN | {"batch": 1024, "total_q": 1 << 20, "total_k": 1 << 20}),
+    (FUSION, {"batch": 1, "heads_q": 1, "heads_k": 1, "seq_q": 1, "seq_k": 1, "head_dim": 1}),
+    (FUSION, {"causal": "bottom_right", "seq_q": 7}), (FUSION, {"window_right": 1, "seq_q": 8}),
+    (FUSION, {"causal": "top_left", "seq_q": 9}), (FUSION, VARLEN | {"batch": 1, "total_q": 1, "total_k": 1}),
+    (FUSION, {"window_left": 3, "causal": "top_left", "seq_q": 7}), (INFER, {"seq_q": 1, "seq_k": 262144}),
+    (FUSION, VARLEN | {"seq_q": 9, "causal": "bottom_right"}), (INFER, {"heads_q": 64, "heads_k": 1}),
+    (INFER, {"head_dim": 512, "batch": 65536, "heads_q": 256, "heads_k": 4}), (INFER, {"seq_q": 2, "seq_k": 262145}),
+    (INFER, {"seq_q": 20971520, "seq_k": 20971520}), (INFER, VARLEN), (INFER, VARLEN | {"head_dim": 192}),
+    (INFER, VARLEN | {"batch": 4096, "total_q": 1 << 20, "total_k": 1 << 20, "seq_q": 1, "seq_k": 262145}),
+    (INFER, VARLEN | {"head_dim": 192, "head_dim_v": 128}),
+    (INFER, PAGES | {"page_size": 512}), (INFER, PAGES | {"seq_q": 2, "page_size": 128}),
+    (INFER, PAGES | {"seq_q": 2, "page_size": 512}), (INFER, PAGES | {"heads_q": 255, "heads_k": 255, "head_dim": 256}),
+    (INFER, PAGES | {"heads_q": 256, "heads_k": 256, "head_dim": 256, "page_layout": "hpd"}),
+    (INFER, {"heads_q": 256, "heads_k": 256, "head_dim": 256}), (INFER, CODES), (INFER, {"window_left": 0}),
+    (INFER, PAGES | CODES | {"op": "paged_attention", "page_size": 32, "page_layout": "hpd"}),
+    (INFER, PAGES | CODES | {"op": "paged_attention", "page_size": 512, "heads_q": 1, "heads_k": 1}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "changes"), AT_LIMITS)
+def test_sizes_at_the_limits_are_taken(path: Any, changes: dict[str, Any]) -> None:
+    """On the chips that the documents list alone."""
+    assert path.rejects(problem(**changes), B2) is path.rejects(problem(**changes), A3) is None
+    unlisted = path.rejects(problem(**changes), P310)
+    assert unlisted.reason.startswith("arch is ascend310p, ")
+    assert "ascend910b*" in unlisted.reason
+
+
 @pytest.mark.parametrize(("path", "changes", "fragments"), REFUSED)
 def test_refusals_name_value_and_limit(path: Any, changes: dict[str, Any], fragments: list[str]) -> None:
     assert path.rejects(problem(), B2) is None
@@ -317,14 +379,6 @@ def test_refusals_name_value_and_limit(path: Any, changes: dict[str, Any], fragm
     assert rejection.hint
     for fragment in fragments:
         assert fragment in rejection.reason
-
-
-@pytest.mark.parametrize("path", [FUSION, INFER])
-def test_chips_that_the_documents_do_not_list(path: Any) -> None:
-    assert path.rejects(problem(), A3) is None
-    rejection = path.rejects(problem(), P310)
-    assert "ascend310p" in rejection.reason
-    assert "ascend910b*" in rejection.reason
 
 
 def test_plans_on_ascend() -> None:

@@ -1,5 +1,5 @@
 """Kernels of torch_npu's attention operators by their documents, in float64. A call is bound through the operator's
-real schema (schemas.txt, of torch_npu 2.13.0). What is documented as undefined comes back as NaN, so that nothing can
+real schema (schemas/, by torch_npu's release). What is documented as undefined comes back as NaN, so that nothing can
 lean on it; what is documented as refused is an AssertionError. The documents: torch_npu/_op_plugin_docs.py."""
 
 import functools
@@ -14,10 +14,12 @@ import torch
 INT_MAX = 2147483647
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 TYPES = {"Tensor": torch.Tensor, "int": int, "float": float, "str": str, "bool": bool, "List[int]": list}
-SCHEMAS = {
-    schema.name: schema
-    for schema in map(torch._C.parse_schema, (Path(__file__).parent / "schemas.txt").read_text().splitlines())
+RELEASES = {
+    path.stem: {schema.name: schema for schema in map(torch._C.parse_schema, path.read_text().splitlines())}
+    for path in sorted((Path(__file__).parent / "schemas").glob("*.txt"))
 }
+RELEASE = "2.13.0"
+SCHEMAS = RELEASES[RELEASE]
 
 
 def bind(schema: Any, args: Any, kwargs: Any) -> dict[str, Any]:
@@ -44,33 +46,32 @@ def require(**limits: bool) -> None:
 class VendorKernels(types.ModuleType):
     """Install as sys.modules["torch_npu"]. `calls` holds (operator, arguments) in order."""
 
-    __version__ = "2.13.0"
-
-    def __init__(self) -> None:
+    def __init__(self, release: str = RELEASE) -> None:
         super().__init__("torch_npu")
+        self.__version__, self.schemas = release, RELEASES[release]
         self.calls: list[tuple[str, dict[str, Any]]] = []
         for name in KERNELS:
             setattr(self, name.removeprefix("npu::"), functools.partial(self._run, name))
 
     def _run(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        bound = bind(SCHEMAS[name], args, kwargs)
+        bound = bind(self.schemas[name], args, kwargs)
         self.calls.append((name.removeprefix("npu::"), bound))
         if name not in GRADIENT_OF:
             assert not any(isinstance(v, torch.Tensor) and v.requires_grad for v in bound.values()), "for inference"
             return KERNELS[name](**bound)
-        return _Formula.apply(name, bound, *(bound[operand] for operand in OPERANDS))
+        return _Formula.apply(self.schemas, name, bound, *(bound.get(operand) for operand in OPERANDS))
 
 
 class _Formula(torch.autograd.Function):
     """A fusion operator as torch_npu's formula differentiates it: only the first result's gradient, `dy`, counts."""
 
     @staticmethod
-    def forward(name: str, bound: dict[str, Any], *operands: torch.Tensor) -> Any:
+    def forward(schemas: Any, name: str, bound: dict[str, Any], *operands: torch.Tensor) -> Any:
         return KERNELS[name](**bound | dict(zip(OPERANDS, operands, strict=True)))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.name, ctx.bound, *operands = inputs
+        ctx.schemas, ctx.name, ctx.bound, *operands = inputs
         ctx.save_for_backward(*operands)
         ctx.set_materialize_grads(False)
 
@@ -80,12 +81,13 @@ class _Formula(torch.autograd.Function):
         if dy is None:
             raise RuntimeError("npu_fusion_attention_grad: dy is an undefined tensor")
         gradient = GRADIENT_OF[ctx.name]
+        schema = ctx.schemas[gradient]
         given = {"scale_value": ctx.bound["scale"], "dy": dy, **ctx.bound}
         given |= dict(zip(OPERANDS, ctx.saved_tensors, strict=True))
-        names = [argument.name for argument in SCHEMAS[gradient].arguments if argument.name in given]
-        dq, dk, dv, dpse, *_, dsink = KERNELS[gradient](**bind(SCHEMAS[gradient], (), {n: given[n] for n in names}))
+        names = [argument.name for argument in schema.arguments if argument.name in given]
+        dq, dk, dv, dpse, *_, dsink = KERNELS[gradient](**bind(schema, (), {n: given[n] for n in names}))
         found = zip(OPERANDS, (dq, dk, dv, dpse, dsink), strict=True)
-        return None, None, *(None if given[name] is None else tensor for name, tensor in found)
+        return None, None, None, *(None if given[name] is None else tensor for name, tensor in found)
 
 
 # Semantics of one sequence: q (N, Sq, D), k (Nk, Sk, D), v (Nk, Sk, Dv), seen (1 or N, Sq, Sk)
@@ -197,7 +199,7 @@ def _split(tensor: torch.Tensor, ends: list[int]) -> list[torch.Tensor]:
 def _checked_fusion(a: dict[str, Any]) -> dict[str, Any]:
     query, key, value = (a[name] for name in OPERANDS[:3])
     band = [a.get(f"{side}_tockens", a.get(f"{side}_tokens")) for side in ("pre", "next")]
-    a = {"pse_type": 1, "band": tuple(band)} | a
+    a = {"pse_type": 1, "band": tuple(band), "sink": None, "softmax_layout": ""} | a  # not of every release
     packed, heads = a["input_layout"] == "TND", a["head_num"]
     rows, keys, kv_heads = query.shape[0 if packed else 2], key.shape[0 if packed else 2], key.shape[1]
     require(

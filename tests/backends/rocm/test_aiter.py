@@ -32,11 +32,8 @@ LATENT = {
 }  # fmt: skip
 CAUSAL, ALIBI = {"causal": "bottom_right"}, {"alibi_slopes": True}
 PLAIN = {
-    "flash_attn_func": DENSE,
-    "flash_attn_varlen_func": PACKED,
-    "unified_attention": PAGED,
-    "mla_decode_fwd": LATENT,
-}
+    "flash_attn_func": DENSE, "flash_attn_varlen_func": PACKED, "unified_attention": PAGED, "mla_decode_fwd": LATENT,
+}  # fmt: skip
 
 
 @pytest.fixture

@@ -12,10 +12,11 @@ import torch
 import torch_npu
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map, tree_map_only
-from vendor_cases import CASES, LOSSES, TOLERANCE, case, error, exact_gradients, loss_of, trained
+from vendor_cases import CASES, LACKS, LOSSES, TOLERANCE, case, error, exact_gradients, loss_of, trained
 from vendor_kernels import KERNELS, SCHEMAS, bind
 
-from portattn.backends.ascend import AscendBackend
+from portattn.backends.ascend import AscendBackend, registered_arguments
+from portattn.backends.ascend.vendor import _sink
 from portattn.planning.registry import parse_target
 from portattn.testing.oracle import oracle
 
@@ -55,8 +56,10 @@ def run_on_cpu(function: Any, args: Any, kwargs: Any) -> Any:
     args, kwargs = tree_map(on_cpu, args), tree_map(on_cpu, kwargs)
     name = function._schema.name
     if name in KERNELS:
-        found = KERNELS[name](**bind(function._schema, args, kwargs))
+        found = KERNELS[name](**bind(function._schema, args, kwargs))[: len(function._schema.returns)]
         compare_with_meta(function, args, kwargs, found)
+    elif name == "npu::_npu_dtype_cast":  # Tensor.to in torch_npu 2.7.1
+        found = args[0].to(*args[1:], **kwargs)
     else:
         found = function(*args, **kwargs)
     return tree_map_only(torch.Tensor, NpuTensor, found)
@@ -90,11 +93,16 @@ def on_npu(call: Any) -> Any:
     return dataclasses.replace(call, **moved)
 
 
+def refusal(name: str) -> str:
+    path, call = case(name, 1)
+    rejection = path.rejects(call.problem, parse_target("ascend:ascend910b2", toolchain="triton-ascend==3.2.0"))
+    return rejection.reason if rejection else ""
+
+
 def errors(name: str, loss: str) -> dict[str, float]:
     """Errors of a case: its results, and the gradients of a loss if it trains."""
     path, call = case(name, 1)
     wanted = exact_gradients(call, loss) if call.problem.needs_grad else {}
-    assert path.rejects(call.problem, parse_target("ascend:ascend910b2", toolchain="triton-ascend==3.2.0")) is None
     there, exact = on_npu(call), oracle(call)
     with NpuFactories():
         out, lse = path.run(there)
@@ -111,35 +119,41 @@ def errors(name: str, loss: str) -> dict[str, float]:
 
 def formulas() -> dict[str, Any]:
     """What the vendor's formulas alone give: errors of the gradients of q and of a sink, and a bias's gradient."""
-    _, call = case("sinks", 1)
+    _, call = case("sinks" if "sink" in registered_arguments("npu_fusion_attention") else "dense", 1)
+    learnt = [name for name in ("q", "sinks") if getattr(call, name) is not None]
     there, heads, scale = on_npu(call), call.problem.heads_q, float(call.scale)
     exact = {loss: exact_gradients(call, loss) for loss in LOSSES}
     bias = NpuTensor(torch.zeros(1, heads, call.problem.seq_q, call.problem.seq_k)).requires_grad_()
-    found: dict[str, Any] = {}
+    gradients: dict[str, Any] = {}
     with NpuFactories():
         out, largest, total, *_ = torch_npu.npu_fusion_attention(
-            there.q, there.k, there.v, heads, "BNSD", scale=scale, sink=there.sinks
+            there.q, there.k, there.v, heads, "BNSD", scale=scale, **_sink(there.sinks)
         )
         for loss in ("out", "out and lse"):
             value = loss_of(loss, out, (largest + total.log())[..., 0])
-            gradients = torch.autograd.grad(value, [there.q, there.sinks], retain_graph=True)
-            for name, gradient in zip(("q", "sinks"), gradients, strict=True):
-                found[f"{loss}: {name}"] = error(on_cpu(gradient), exact[loss][name])
+            leaves = [getattr(there, name) for name in learnt]
+            gradients[loss] = torch.autograd.grad(value, leaves, retain_graph=True)
         out = torch_npu.npu_fusion_attention_v2(
             there.q, there.k, there.v, heads, "BNSD", scale=scale, pse=bias, pse_type=0
         )[0]
         (through,) = torch.autograd.grad(out.square().sum(), bias)
+    found: dict[str, Any] = {
+        f"{loss}: {name}": error(on_cpu(gradient), exact[loss][name])
+        for loss in gradients for name, gradient in zip(learnt, gradients[loss], strict=True)
+    }  # fmt: skip
     operands = [tensor.detach().to("meta") for tensor in (call.q, call.k, call.v, call.q)]
     meta = torch.ops.npu.npu_fusion_attention_grad(*operands, heads, "BNSD", pse=bias.numbers.to("meta"))
     return found | {"bias by the kernel alone": bool(on_cpu(through).isnan().all()), "bias by meta": repr(meta[3])}
 
 
 def main() -> None:
+    refused = {name: reason for name in CASES if (reason := refusal(name))}
     found = {
-        "version": torch_npu.__version__, "arch": AscendBackend().detect(0), "formulas": formulas(),
+        "arch": AscendBackend().detect(0), "formulas": formulas(), "refused": refused,
+        "lacks": LACKS.get(torch_npu.__version__.partition("+")[0], {}),
         "schemas": [str(getattr(torch.ops.npu, n.removeprefix("npu::")).default._schema) for n in SCHEMAS],
         "cases": {
-            f"{name}: {loss}": errors(name, loss) for name in CASES
+            f"{name}: {loss}": errors(name, loss) for name in CASES if name not in refused
             for loss in (LOSSES if "needs_grad" in CASES[name][1] else LOSSES[:1])
         },
         "differences": sorted(set(differences)),

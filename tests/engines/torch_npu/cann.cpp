@@ -1,7 +1,22 @@
 /* Answers of CANN's runtime to torch_npu, for one NPU without memory: enough to import torch_npu, to ask what chip there
    is and to run autograd on its device. Every other function that torch_npu's libraries link to returns 0
    (stand_in_libraries.py); a function that they look up by name must be here. */
-#include <stdint.h>
+#include <cstdint>
+#include <string>
+#include <unordered_set>
+
+/* libc10's names of allocator settings. torch_npu 2.14 and torch's CUDA build add the same names, which ends a process:
+   each gets a set of its own. */
+namespace c10::CachingAllocator {
+struct AcceleratorAllocatorConfig {
+  static std::unordered_set<std::string> &getMutableKeys();
+};
+std::unordered_set<std::string> &AcceleratorAllocatorConfig::getMutableKeys() {
+  return *new std::unordered_set<std::string>;
+}
+}  // namespace c10::CachingAllocator
+
+extern "C" {
 
 static char context_handle, stream_handle; /* never read */
 
@@ -38,3 +53,4 @@ int aclrtSetDeviceSatMode(int mode) { return 0; }
 int aclrtSetOpExecuteTimeOut(uint32_t seconds) { return 0; }
 int aclrtDestroyStreamForce(void *stream) { return 0; }
 int aclSetCompileopt(int option, const char *value) { return 0; }
+}
