@@ -218,7 +218,7 @@ def candidates(supported: SpecifierSet) -> Iterator[Python]:
             yield found
 
 
-# A third of a wheel, which no compile reads: the profiler and its libraries, static libraries, instrumentation plug-ins.
+# A third of a wheel, which no compile reads: the profiler and its libraries, static libraries, plug-ins.
 UNUSED = ("*.a", "backends/nvidia/lib/cupti*/*", "_C/libproton*", "instrumentation/*.so")
 WAIT_SECONDS = 3600.0  # for another process that makes the same environment
 TRY_SECONDS = 300.0  # to import Triton for the first time, on a loaded machine
