@@ -101,11 +101,10 @@ with warnings.catch_warnings(record=True) as caught:
     torch.testing.assert_close(out.cpu(), right, rtol=2e-3, atol=2e-3)
     made = portattn.last_plan()
     (npu,) = [item.value for item in doctor.backends().items if item.name == "ascend"]
-    found = [one for one in doctor.device_checks(60) if one.name.startswith("ascend")]
     print(json.dumps({
         "target": made.target, "path": made.path, "why": [no.reason for no in made.rejected], "doctor": npu,
         "devices": [one.name for one in devices()], "told": [str(one.message) for one in caught],
-        "checks": {one.name: one.outcome for one in found},
+        "checks": {one.name: one.outcome for one in doctor.device_checks(60) if one.name.startswith("ascend")},
     }))
 """
 

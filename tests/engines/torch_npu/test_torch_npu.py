@@ -25,7 +25,6 @@ TESTS = HERE.parents[1]
 ROOT = TESTS.parent
 TOOLS = ("g++", "nm", "objdump")
 VERSION = importlib.metadata.version("torch_npu").partition("+")[0]
-COMMITTED = TESTS / "backends" / "ascend" / "schemas"
 SECONDS = 300
 # Sentences of the wheel's documents that limits of backends/ascend/vendor.py rest on.
 DOCUMENTED = (
@@ -85,7 +84,7 @@ def test_the_chip_is_detected_by_its_name(found: dict[str, Any]) -> None:
 
 
 def test_the_committed_schemas_are_the_librarys(found: dict[str, Any]) -> None:
-    assert found["schemas"] == (COMMITTED / f"{VERSION}.txt").read_text().splitlines()
+    assert found["schemas"] == (TESTS / "backends" / "ascend" / "schemas" / f"{VERSION}.txt").read_text().splitlines()
 
 
 def test_the_wheels_documents_still_say_what_the_limits_rest_on() -> None:
