@@ -1,4 +1,4 @@
-"""The settings: nine environment variables, and the same names in a `settings(...)` block."""
+"""The settings: ten environment variables, and the same names in a `settings(...)` block."""
 
 from __future__ import annotations
 
@@ -44,6 +44,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         compile_seconds: time limit of one compile in a child process
         deterministic: whether portattn's kernels repeat the bits of an eager call's gradients; they do so in every call
             under torch.use_deterministic_algorithms(True), which alone decides about gradients that torch computes
+        invariant: whether each row's keys are summed in one order, whatever else the call holds: the same bits alone
+            and in any batch, from prefill, chunks and decoding; gradients repeat, and do not depend on the batch
     """
 
     backend: str = "auto"
@@ -57,6 +59,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     graphs: Graphs = "auto"
     compile_seconds: float = 120.0
     deterministic: bool = False
+    invariant: bool = False
 
 
 _DEFAULTS = Settings()
@@ -70,7 +73,10 @@ ENVIRONMENT: Mapping[str, str] = {
     "PORTATTN_VALIDATE": "validate",
     "PORTATTN_MONITOR": "monitor",
     "PORTATTN_GRAPHS": "graphs",
+    "PORTATTN_INVARIANT": "invariant",
 }
+_SWITCHES = ("deterministic", "invariant")
+_SWITCH = {"1": True, "true": True, "0": False, "false": False}  # their values in the environment
 _VOCABULARY = {
     "fallback": get_args(Fallback),
     "isolate": get_args(Isolate),
@@ -88,9 +94,9 @@ def _check(name: str, value: Any, origin: str) -> None:
     seconds = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
     if name == "compile_seconds" and not seconds:
         raise SettingError(f"{origin} is {value!r}, but must be a positive number of seconds")
-    if name == "deterministic" and not isinstance(value, bool):
+    if name in _SWITCHES and not isinstance(value, bool):
         raise SettingError(f"{origin} is {value!r}, but must be True or False")
-    if name not in (*_VOCABULARY, "compile_seconds", "deterministic") and not isinstance(value, str):
+    if name not in (*_VOCABULARY, *_SWITCHES, "compile_seconds") and not isinstance(value, str):
         raise SettingError(f"{origin} is {value!r}, but must be a string")
     if name == "cache_dir" and any(character < " " or character == "\x7f" for character in value):
         raise SettingError(f"{origin} is {value!r}, but must be a folder's path without control characters")
@@ -112,8 +118,9 @@ def from_environment(environ: Mapping[str, str]) -> Settings:
     """Return the settings of the environment; raise SettingError on a bad value."""
     values: dict[str, Any] = {}
     for variable, name in ENVIRONMENT.items():
-        value = environ.get(variable, "")
+        value: Any = environ.get(variable, "")
         if value:
+            value = _SWITCH.get(value.lower(), value) if name in _SWITCHES else value
             _check(name, value, f"environment variable {variable}")
             values[name] = _absolute(value, f"environment variable {variable}") if name == "cache_dir" else value
     return Settings(**values)
@@ -190,8 +197,8 @@ def settings(**changes: Any) -> Iterator[Settings]:
 
     Args:
         **changes: settings by name, as the fields of Settings: backend, fallback, quirks, isolate, canary, cache_dir,
-            validate, monitor, graphs, compile_seconds, deterministic. None stands for the setting's default, "auto" of
-            `backend`
+            validate, monitor, graphs, compile_seconds, deterministic, invariant. None stands for the setting's default,
+            "auto" of `backend`
 
     Blocks nest: a block keeps the settings that it does not name.
 

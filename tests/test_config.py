@@ -24,11 +24,13 @@ def test_defaults() -> None:
         ("PORTATTN_BACKEND", "reference"), ("PORTATTN_FALLBACK", "error"),
         ("PORTATTN_QUIRKS", "-cuda-0012-serialised-wgmma"), ("PORTATTN_ISOLATE", "never"),
         ("PORTATTN_CANARY", "always"), ("PORTATTN_CACHE_DIR", "/somewhere"), ("PORTATTN_VALIDATE", "always"),
+        ("PORTATTN_INVARIANT", "1"),
     ],
 )  # fmt: skip
 def test_each_variable_sets_its_setting(variable: str, value: str) -> None:
-    assert len(ENVIRONMENT) <= 9
-    assert getattr(from_environment({variable: value}), ENVIRONMENT[variable]) == value
+    assert len(ENVIRONMENT) <= 10
+    found = getattr(from_environment({variable: value}), ENVIRONMENT[variable])
+    assert found == value or (found is True and value == "1")
     assert from_environment({variable: ""}) == Settings()
 
 
@@ -107,7 +109,7 @@ def test_a_bad_value_stops_the_first_call(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("name", Settings.__struct_fields__)
 def test_none_in_a_block_is_the_default(name: str) -> None:
     others = {"backend": "reference", "quirks": "-x", "cache_dir": "/somewhere", "compile_seconds": 3}
-    others |= {"deterministic": True}
+    others |= {"deterministic": True, "invariant": True}
     default = getattr(Settings(), name)
     changed = others.get(name) or next(value for value in config._VOCABULARY[name] if value != default)
     with portattn.settings(**{name: changed}), portattn.settings(**{name: None}) as now:

@@ -174,7 +174,7 @@ class _Way:
 
 
 def _deterministic(settings: Settings) -> bool:
-    return settings.deterministic or torch.are_deterministic_algorithms_enabled()
+    return settings.deterministic or settings.invariant or torch.are_deterministic_algorithms_enabled()
 
 
 _MOST_KNOWN = 1024

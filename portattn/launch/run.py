@@ -26,6 +26,7 @@ from portattn.schema.plan import Plan
 from portattn.worker.client import compile_environment
 
 _turn = threading.RLock()
+_in_one_order = False  # whether interpreted products are sums in ascending order; read and written under the lock
 
 
 def interpreter_lock() -> threading.RLock:
@@ -70,7 +71,12 @@ def mend_bf16() -> None:
         return interpreter.TensorHandle(rounded.reshape(np.shape(source.data)), tl.bfloat16)
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
-        return dot(self, widened(a), widened(b), d, *rest)
+        left, right = widened(a), widened(b)
+        if not _in_one_order or left.data.dtype.kind != "f" or right.data.dtype.kind != "f":
+            return dot(self, left, right, d, *rest)
+        # NumPy's BLAS adds in an order that depends on a row's place in the tile.
+        terms = left.data.astype(d.data.dtype)[..., None] * right.data.astype(d.data.dtype)[..., None, :, :]
+        return interpreter.TensorHandle(np.add.reduce(terms, axis=-2) + d.data, d.dtype.scalar)
 
     def create_fsub(self: Any, left: Any, right: Any) -> Any:
         if left.dtype.scalar != tl.bfloat16:
@@ -221,7 +227,8 @@ def launch_all(launches: list[KernelCall], plan: Plan, q: torch.Tensor) -> None:
     if not has_rows(plan):
         return
     interpreted = plan.path == "interpreter"
-    with device_guard(q), interpreter_lock() if interpreted else contextlib.nullcontext():
+    one_order = plan.problem.invariant or plan.problem.num_splits > 0
+    with device_guard(q), _interpreting(one_order) if interpreted else contextlib.nullcontext():
         for launch in launches:
             kernel = getattr(load_kernels(launch.module, interpreted), launch.function)
             scratch = launch.constexprs.get("LOAD") == "descriptor" and not interpreted
@@ -229,6 +236,17 @@ def launch_all(launches: list[KernelCall], plan: Plan, q: torch.Tensor) -> None:
                 kernel[launch.grid](
                     **launch.arguments, **launch.constexprs, **({} if interpreted else launch.options())
                 )
+
+
+@contextlib.contextmanager
+def _interpreting(in_one_order: bool) -> Iterator[None]:
+    global _in_one_order
+    with interpreter_lock():
+        before, _in_one_order = _in_one_order, in_one_order
+        try:
+            yield
+        finally:
+            _in_one_order = before
 
 
 def has_rows(plan: Plan) -> bool:

@@ -58,7 +58,10 @@ def undeclared_demand(path: str, problem: Problem, ops: Collection[str], takes: 
     if not lacking:
         return None
     hint = "" if path == "reference" else "backend='reference'"  # no path is left where it is the one
-    return Rejection(path=path, reason=f"does not declare that it takes {', '.join(lacking)}", hint=hint)
+    reason = f"does not declare that it takes {', '.join(lacking)}"
+    if "invariant" in lacking:
+        reason += ": it cannot keep the order of keys (invariant=True)"
+    return Rejection(path=path, reason=reason, hint=hint)
 
 
 def op_check(path: str, p: Problem, takes: Collection[str], why: str, hint: str = "backend='reference'") -> Check:

@@ -13,7 +13,7 @@ from portattn.config import Settings
 from portattn.errors import QuirkConflict
 from portattn.planning.backend import PathRejection, undeclared_demand
 from portattn.planning.data_files import VerifiedRun, load_verified
-from portattn.planning.kernel_specs import CORES, CoreKernel
+from portattn.planning.kernel_specs import CORES, DECIDING, ONE_ORDER, CoreKernel, family, invariant_launch
 from portattn.planning.registry import Registry
 from portattn.schema import compilers
 from portattn.schema.compile_record import CompileRecords
@@ -195,10 +195,18 @@ class _Base(msgspec.Struct):
 
 
 def _base(problem: Problem, target: Target, registry: Registry, kernel: CoreKernel) -> _Base:
-    """Return the tuning entry that holds, or the defaults."""
+    """Return the tuning entry that holds, or the defaults; one lowering and launch for a family of invariant ops."""
+    if problem.invariant and family(kernel.name):
+        precise = target.arch.dot_precisions
+        precision = "tf32x3" if problem.dtype == "fp32" and "tf32x3" in precise else precise[0]
+        launch = invariant_launch(problem)
+        note = f"{ONE_ORDER}: tiles of {launch.block_m} rows and {launch.block_n} keys for any sizes, keys not split, "
+        lowering = msgspec.structs.replace(Lowering(), dot_precision=precision, pipeline="masked")
+        return _Base(lowering, launch, 1, SPLIT_THRESHOLD, [note + "no kernel of one chip, no vendor's library"])
     notes = []
     tuning = registry.tuning(target)
-    entry = tuning.find(kernel.name, problem.features(), target.toolchain) if tuning else None
+    features = problem.features() | ({"aligned": False} if problem.invariant else {})
+    entry = tuning.find(kernel.name, features, target.toolchain) if tuning else None
     if tuning and entry:
         lowering = msgspec.structs.replace(Lowering(), **entry.lowering)
         launch, occupancy, split_threshold = (
@@ -241,6 +249,7 @@ class _Quirked:
         self.blockers: list[Quirk] = []
         self.limits: dict[str, str] = {}  # choice -> its value by a hard limit, for people
         self._set_by: dict[tuple[str, str], tuple[str, Any]] = {}  # (kind, name) -> (quirk, value)
+        self._whose: dict[str, str] = {}  # quirk -> the kernel of the family that it is about
 
     def apply(self, registry: Registry, settings: Settings) -> None:
         """Apply quirks until no new one holds: one quirk's effect can make another one apply.
@@ -250,6 +259,8 @@ class _Quirked:
         self._backend = registry.backends[self.target.backend]
         forced_on, forced_off = registry.overrides(settings.quirks)
         found = concerning(registry.quirks.values(), self.kernel.name, self.target)
+        if self.problem.invariant:
+            found += self._of_family(registry, {quirk.id for quirk in found})
         concerned = [q for q in found if q.id not in forced_off and self._touches(q)]
         waiting = [q for q in concerned if q.effect.kind != "note"]
         while True:
@@ -263,6 +274,18 @@ class _Quirked:
         for quirk in concerned:
             if quirk.effect.kind == "note" and self._holds(quirk, quirk.id in forced_on):
                 self._take(quirk)
+
+    def _of_family(self, registry: Registry, own: set[str]) -> list[Quirk]:
+        """Return other kernels' quirks that decide bits which this kernel's results share with theirs."""
+        found: list[Quirk] = []
+        for name in family(self.kernel.name):
+            quirks = concerning(registry.quirks.values(), name, self.target)
+            deciding = [q for q in quirks if q.id not in own and q.effect.kind in ("launch", "lowering")]
+            for quirk in (q for q in deciding if DECIDING & q.effect.sets.keys()):
+                own.add(quirk.id)
+                self._whose[quirk.id] = name
+                found.append(quirk)
+        return found
 
     def _settle(self) -> None:
         """Fit the launch to the problem's sizes, except a quirk's values, and apply the hard limits."""
@@ -313,9 +336,10 @@ class _Quirked:
         return bool(self._reached(quirk.effect)) or not quirk.effect.sets
 
     def _holds(self, quirk: Quirk, forced: bool) -> bool:
+        name = self._whose.get(quirk.id, self.kernel.name)
         if forced:
-            return quirk.concerns(self.kernel.name, self.target)
-        return quirk.applies(self.kernel.name, self.problem, self.target, self.lowering, self.fitted, self.programs)
+            return quirk.concerns(name, self.target)
+        return quirk.applies(name, self.problem, self.target, self.lowering, self.fitted, self.programs)
 
     def _take(self, quirk: Quirk) -> None:
         effect = quirk.effect
@@ -344,8 +368,10 @@ def hint(quirk: Quirk) -> str:
     return "; ".join(part for part in (better, f"concerns {ranges}" if ranges else "") if part)
 
 
-# Fields of a problem that say which optional arguments a kernel gets.
-OPTIONAL = (*(name for name in ASKED if name != "softcap"), "dropout", "grad_lse", "grad_bias", "grad_slopes")
+# Fields of a problem that say which optional arguments a kernel gets, and under which contract its records count.
+OPTIONAL = (
+    *(name for name in ASKED if name != "softcap"), "dropout", "grad_lse", "grad_bias", "grad_slopes", "invariant",
+)  # fmt: skip
 
 
 @functools.lru_cache(maxsize=1)

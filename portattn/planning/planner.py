@@ -32,7 +32,7 @@ from portattn.planning.core_path import (
     timed_with_another,
 )
 from portattn.planning.data_files import has_arches
-from portattn.planning.kernel_specs import CORES
+from portattn.planning.kernel_specs import CORES, varies
 from portattn.planning.registry import Registry
 from portattn.schema.compile_record import NO_RECORDS, CompileRecords
 from portattn.schema.ops import ROWS
@@ -251,7 +251,21 @@ def _reference(asked: PlanRequest) -> Plan:
         hint = f"torch.no_grad() for inference; to train, {instead}; or backend='reference'"
         raise PathRejection(Rejection(path=REFERENCE, reason=f"{problem.op} has no gradient", hint=hint))
     takes = TAKES[problem.op]
+    if problem.invariant and (why := _reference_varies(problem, asked.registry.backends[asked.target.backend])):
+        raise PathRejection(Rejection(path=REFERENCE, reason=f"{why} (invariant=True)"))
     return _unless(undeclared_demand(REFERENCE, problem, CORES, takes), asked, REFERENCE)
+
+
+def _reference_varies(problem: Problem, backend: Backend) -> str:
+    """Return why a row's bits on the reference depend on the rest of the call, or an empty text."""
+    reasons = {
+        "a vendor's products decide its bits": backend.device_type != "cpu",
+        "its gradients are products over all rows": problem.needs_grad or problem.backward,
+        "left padding moves its tiles of keys": problem.leftpad_q or problem.leftpad_k,
+    }
+    if no := varies(problem):
+        return no[0]
+    return next((text for text, holds in reasons.items() if holds), "")
 
 
 def _unless(rejection: Rejection | None, asked: PlanRequest, path: str) -> Plan:
@@ -355,6 +369,8 @@ def plan(
     registry = registry or Registry.load()
     settings = settings or Settings()
     registry.overrides(settings.quirks)  # a misspelt id is an error on every path
+    if settings.invariant and problem.sums:
+        problem = msgspec.structs.replace(problem, invariant=True)
     asked = PlanRequest(problem, target, registry, records, settings)
     automatic = settings.backend == "auto"
     core = registry.backends[target.backend].core_path

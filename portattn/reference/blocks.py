@@ -361,9 +361,9 @@ def key_places(call: Call, extent: Extent) -> int:
 
 def block_size(call: Call, size: int, elements: int) -> int:
     """Return a block's places: `size`, or fewer if query heads gather their own tokens, over `elements` numbers."""
-    if call.indices is None:
-        return size
     p = call.problem
+    if call.indices is None or p.invariant:
+        return size
     return max(min(size, elements // max(p.batch * p.heads_q * max(p.head_dim, p.head_dim_v), 1)), 1)
 
 

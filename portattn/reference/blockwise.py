@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -247,7 +247,9 @@ def _attend(
         row_max = sinks.detach().nan_to_num(float("-inf"), float("inf"), float("-inf"))
         row_sum = torch.exp(sinks - row_max.masked_fill(row_max == float("-inf"), 0.0))
     scored, lowest = has_terms(call), torch.finfo(tiling.dtype).min
-    scores_of = _Products(q, 1.0 if scored else call.scale, min(tiling.size, max(seen.end, 1)), p.needs_grad)
+    factor = 1.0 if scored else call.scale
+    fixed = _FixedProducts(q, factor) if p.invariant else None
+    scores_of = fixed or _Products(q, factor, min(tiling.size, max(seen.end, 1)), p.needs_grad)
     for tile in tiling.tiles(rows, seen):
         scores = scores_of(tile.k).view(*shape, -1)
         if scored:
@@ -259,7 +261,8 @@ def _attend(
         probabilities = torch.sub(scores, base, out=free(scores))
         probabilities = torch.exp(probabilities, out=free(probabilities))
         correction = torch.exp(row_max - base)
-        row_sum = row_sum * correction + probabilities.sum(dim=-1, keepdim=True)
+        summed = probabilities if fixed is None else fixed.padded(probabilities)
+        row_sum = row_sum * correction + summed.sum(dim=-1, keepdim=True)
         if call.dropout_p and call.dropout_seed is not None:
             probabilities = probabilities.masked_fill(~dropout_keep_mask(call, rows, tile.keys), 0.0) / (
                 1.0 - call.dropout_p
@@ -268,7 +271,10 @@ def _attend(
             probabilities = torch.nn.functional.dropout(probabilities, call.dropout_p)
         acc = torch.mul(acc, correction.view(*acc.shape[:2], 1), out=free(acc))
         flat = probabilities.view(*acc.shape[:2], -1)
-        acc = torch.baddbmm(acc, flat, tile.v.flatten(0, 1), out=free(acc))
+        if fixed is not None:
+            acc += fixed.mixed(flat, tile.v.flatten(0, 1))
+        else:
+            acc = torch.baddbmm(acc, flat, tile.v.flatten(0, 1), out=free(acc))
         row_max = new_max
 
     acc = acc.view(*shape, -1)
@@ -293,6 +299,51 @@ class _Products:
         shape = (*self.q.shape[:2], across.shape[2])
         into = self.memory.view(-1)[: math.prod(shape)].view(shape)
         return torch.baddbmm(into, self.q, across, beta=0.0, alpha=self.scale, out=into)
+
+
+FIXED_ROWS = 64
+
+
+class _FixedProducts:
+    """_Products whose rows' bits depend on no other row: a BLAS chooses its order of sums by the sizes of a product.
+
+    Every product is one of FIXED_ROWS rows with KEY_BLOCK keys, padded with zeros, in memory that torch aligns."""
+
+    def __init__(self, q: torch.Tensor, scale: float) -> None:
+        self.q, self.scale = q, scale
+
+    def __call__(self, k: torch.Tensor) -> torch.Tensor:
+        """Return (B·H, group·rows, keys) for K (B, H, keys, D)."""
+        keys = k.flatten(0, 1)
+        found = self.q.new_empty(*self.q.shape[:2], keys.shape[1])
+        for head in range(len(keys)):
+            held = self._held(keys[head], KEY_BLOCK).t()
+            for rows, product in self._products(self.q[head], held):
+                found[head, rows] = product[:, : keys.shape[1]]
+        return found if self.scale == 1.0 else found.mul_(self.scale)
+
+    def mixed(self, p: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Return P·V (B·H, rows, Dv) for P (B·H, rows, keys) and V (B·H, keys, Dv)."""
+        found = v.new_empty(*p.shape[:2], v.shape[2])
+        for head in range(len(p)):
+            held = self._held(v[head], KEY_BLOCK)
+            for rows, product in self._products(self.padded(p[head]), held):
+                found[head, rows] = product
+        return found
+
+    def padded(self, p: torch.Tensor) -> torch.Tensor:
+        """Return probabilities (…, keys) with zeros up to KEY_BLOCK keys."""
+        return torch.nn.functional.pad(p, (0, KEY_BLOCK - p.shape[-1]))
+
+    def _held(self, rows: torch.Tensor, count: int) -> torch.Tensor:
+        held = rows.new_zeros(count, rows.shape[1])
+        held[: len(rows)] = rows
+        return held
+
+    def _products(self, left: torch.Tensor, right: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+        for start in range(0, len(left), FIXED_ROWS):
+            part = left[start : start + FIXED_ROWS]
+            yield slice(start, start + len(part)), torch.mm(self._held(part, FIXED_ROWS), right)[: len(part)]
 
 
 def run_backward(call: Call) -> tuple[torch.Tensor, None]:

@@ -97,6 +97,7 @@ class Problem(Flags, metaclass=_ByKeyword, frozen=True, kw_only=True, forbid_unk
         dropout: dropout_p > 0
         grad_lse, grad_bias, grad_slopes: gradients: the LSE has a gradient; the bias's and the slopes' are requested
         deterministic: results must repeat bit by bit (torch.use_deterministic_algorithms)
+        invariant: a row's keys are summed in one order, whatever the call's sizes and its other rows are
         negative_scale: the factor on the scores is below 0: kernels carry its sign in Q
 
     Raises:
@@ -148,6 +149,7 @@ class Problem(Flags, metaclass=_ByKeyword, frozen=True, kw_only=True, forbid_unk
     grad_bias: bool = False
     grad_slopes: bool = False
     deterministic: bool = False
+    invariant: bool = False
     negative_scale: bool = False
 
     def __repr__(self) -> str:  # the base class's fields would come first
@@ -211,7 +213,7 @@ class Problem(Flags, metaclass=_ByKeyword, frozen=True, kw_only=True, forbid_unk
         if row.allocates and self.heads_k != 1:
             raise ArgumentError(self.op, "heads_k", self.heads_k, "must be 1: all heads of a row share the keys")
         for name in self.demands() if row.allocates else ():  # FOREIGN and STORAGE have the op's own
-            if name in DEMANDS and name not in ("seqlens_k", "paged", "kv_format", "gqa"):
+            if name in DEMANDS and name not in ("seqlens_k", "paged", "kv_format", "gqa", "invariant"):
                 field = {"causal_top_left": "causal", "window": "window_left, window_right"}.get(name, name)
                 value = tuple(getattr(self, one) for one in field.split(", "))
                 raise ArgumentError(self.op, field, value if len(value) > 1 else value[0], f"{self.op} has none")
@@ -332,6 +334,11 @@ class Problem(Flags, metaclass=_ByKeyword, frozen=True, kw_only=True, forbid_unk
         """Return (batch, rows) of the query tensor; packed queries are one batch of all rows."""
         return (self.batch, self.seq_q) if self.total_q is None else (1, self.total_q)
 
+    @property
+    def sums(self) -> bool:
+        """Return whether results are sums, whose order of terms decides their last bits."""
+        return not self.writes or self.op == "indexer_logits"
+
     def axis_sizes(self) -> dict[str, int]:
         """Return the size of each axis of a feature's tensor (Feature.axes)."""
         batch, rows = self.query_rows
@@ -369,14 +376,15 @@ class Problem(Flags, metaclass=_ByKeyword, frozen=True, kw_only=True, forbid_unk
     def _features(self) -> dict[str, Any]:
         seq_q = rows = self.seq_q
         seq_k = self.seq_k
-        if self.num_splits and self.op != "decode_attention":
+        fixed = self.num_splits > 0 or self.invariant  # other sequences of the batch may decide nothing
+        if self.invariant or (self.num_splits and self.op != "decode_attention"):
             seq_k = ANY_LENGTH  # a table has room for the longest sequence of the batch, or places for the most tokens
-        batch = 1 if self.num_splits else self.batch
+        batch = 1 if fixed else self.batch
         if self.has_lists:  # a query's list is a sequence
-            batch, seq_q, rows = batch if self.num_splits else batch * seq_q, 1, 1
+            batch, seq_q, rows = batch if fixed else batch * seq_q, 1, 1
         elif self.op == "topk_indices":  # each row is a program's, whatever sequence has it
             rows = self.batch * self.seq_q
-        elif self.packed and self.num_splits:
+        elif self.invariant or (self.packed and self.num_splits):
             # A demanded number of splits promises results that do not depend on the other sequences of the batch:
             # nothing may be chosen by how many or how long they are.
             seq_q = rows = ANY_LENGTH
@@ -409,7 +417,7 @@ class Problem(Flags, metaclass=_ByKeyword, frozen=True, kw_only=True, forbid_unk
             "head_dim_v": self.head_dim_v,
             "widest": max(self.head_dim, self.head_dim_v),
             "page_size": self.page_size,
-            "tokens": ANY_LENGTH if self.tokens and self.num_splits else self.tokens,
+            "tokens": ANY_LENGTH if self.tokens and fixed else self.tokens,
             "rows": rows * self.group if ROWS[self.op].packs_heads else rows,
             # Tiles of 128 query rows of all heads and sequences: how much there is for a chip's cores to share.
             "query_tiles": batch * self.heads_q * -(-rows // QUERY_TILE),
@@ -459,7 +467,7 @@ class Problem(Flags, metaclass=_ByKeyword, frozen=True, kw_only=True, forbid_unk
             sizes.append(f"blocks of {self.block_k} keys")
         if self.packed:
             sizes.append(f"{self.batch} sequences")
-        flags = [flag for flag in (*ASKED, "dropout") if getattr(self, flag)]
+        flags = [flag for flag in (*ASKED, "dropout", "invariant") if getattr(self, flag)]
         causal = [f"causal {self.causal.replace('_', '-')}"] if self.causal != "none" else []
         right = self.window_right if self.causal == "none" else 0
         window = [f"window ({self.window_left},{right})"] if self.window else []

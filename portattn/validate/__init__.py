@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from portattn.config import Settings
 from portattn.schema.call import Call
 from portattn.schema.ops import ROWS
@@ -18,4 +20,6 @@ def build_call(op: str, settings: Settings, tensors: Mapping[str, Any], values: 
     row = ROWS[op]
     arguments = {row.tensors[name]: tensor for name, tensor in tensors.items()}
     call: Call = row.load("validate")(**arguments, **values, settings=settings)
+    if settings.invariant and call.problem.sums:
+        call.problem = msgspec.structs.replace(call.problem, invariant=True)
     return call

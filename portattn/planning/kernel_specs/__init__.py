@@ -12,15 +12,19 @@ import msgspec
 
 from portattn.planning.kernel_specs.backward import BlockBackward, DenseBackward, VarlenBackward, chunks_of, packed_keys
 from portattn.planning.kernel_specs.base import (
+    DECIDING,
     MIN_DOT,
     MIN_NARROW_DEPTH,
+    ONE_ORDER,
     CoreKernel,
     ceil_div,
     head_columns,
     heads_together,
+    invariant_launch,
     occupied_tiles,
     packed_tiles,
     tile_width,
+    varies,
 )
 from portattn.planning.kernel_specs.decode import BlockForward, DecodeSplit, MlaSplit, PagedSplit, SparseSplit
 from portattn.planning.kernel_specs.dense import DenseForward, VarlenForward
@@ -32,21 +36,26 @@ from portattn.schema.tuning import SPLIT_THRESHOLD
 
 __all__ = [
     "CORES",
+    "DECIDING",
     "KERNEL_NAMES",
     "MIN_DOT",
+    "ONE_ORDER",
     "CacheWrite",
     "CoreKernel",
     "DecodeSplit",
     "DenseBackward",
     "ceil_div",
     "chunks_of",
+    "family",
     "head_columns",
     "heads_together",
+    "invariant_launch",
     "occupied_tiles",
     "of_gradients",
     "packed_keys",
     "packed_tiles",
     "tile_width",
+    "varies",
 ]
 
 INT32_MAX = 2**31 - 1
@@ -251,6 +260,13 @@ CORES: dict[str, CoreKernel] = {
     )
 }
 KERNEL_NAMES = tuple(k.name for k in CORES.values())
+# Kernels whose results have the same bits under invariant=True.
+_FAMILIES = (("dense_forward", "varlen_forward", "decode_split", "paged_split"), ("mla_split",), ("block_forward",))
+
+
+def family(name: str) -> tuple[str, ...]:
+    """Return the kernels that share a launch and a lowering under invariant=True; empty for a kernel tuned alone."""
+    return next((names for names in _FAMILIES if name in names), ())
 
 
 def of_gradients(pattern: str) -> bool:

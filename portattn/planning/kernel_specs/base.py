@@ -27,7 +27,7 @@ def ceil_div(a: int, b: int) -> int:
 
 
 # What every core kernel can do beyond plain attention: names of Problem.demands.
-TAKES = frozenset({"seqlens_k", "softcap", "return_lse", "negative_scale", "gqa", "head_dim_v"})
+TAKES = frozenset({"seqlens_k", "softcap", "return_lse", "negative_scale", "gqa", "head_dim_v", "invariant"})
 SCORED = {"causal", "causal_top_left", "window", "chunk"}  # of kernels that know where a key is beside its query
 
 
@@ -66,6 +66,8 @@ class CoreKernel:
                     f"{field} is {width}, and the kernel's tiles take up to {widest}",
                     "backend='reference' takes 576",
                 )
+        if problem.invariant and (why := varies(problem)):
+            return why
         if problem.needs_grad and problem.op not in BACKWARD:
             return "gradients are asked for, and there is no backward kernel", "call it under torch.no_grad()"
         return None
@@ -89,6 +91,8 @@ class CoreKernel:
         if lowering.load == "descriptor" and not problem.aligned:
             # CUDA driver API, cuTensorMapEncodeTiled: bases and strides are multiples of 16 bytes.
             found.append(("load", "pointer", "descriptors need contiguous rows and 16-byte aligned bases and strides"))
+        if problem.invariant and "pipeline" in self.choices and lowering.pipeline != "masked":
+            return (*found, ("pipeline", "masked", ONE_ORDER))
         if lowering.pipeline == "single" and not self.in_one_tile(problem, launch):
             found.append(("pipeline", "plain", f"keys are not known to fit one tile of {launch.block_n}"))
         return tuple(found)
@@ -109,8 +113,11 @@ class CoreKernel:
     ) -> Launch:
         """Return the launch adapted to the problem's sizes (splits, smaller tiles), except values in `pinned`."""
         # Short queries leave most rows of a large tile empty: no wider than the next power of two, 16 at least.
-        # Where the caller asks for results that do not depend on the batch, packed lengths must not choose the tile.
-        if "block_m" not in pinned and not (problem.num_splits and problem.packed and not problem.has_lists):
+        # Where the caller asks for results that do not depend on the batch, its lengths must not choose the tile.
+        fixed = (problem.invariant and not problem.has_blocks) or (
+            problem.num_splits and problem.packed and not problem.has_lists
+        )
+        if "block_m" not in pinned and not fixed:
             rows = max(next_power_of_two(self.rows(problem)), MIN_DOT)
             launch = msgspec.structs.replace(launch, block_m=min(launch.block_m, rows))
             if launch.rows_m:
@@ -138,6 +145,43 @@ class CoreKernel:
             "NEGATED": problem.negative_scale,
             "SEARCH": SEARCH,
         }
+
+
+ONE_ORDER = "a row's keys are summed in one order (invariant=True)"
+# Launch values and choices that decide the last bits of a row's sums.
+DECIDING = frozenset(
+    {"block_m", "block_n", "num_warps", "matrix_instr_nonkdim", "kpack", "exp", "mask_value", "dot_precision"}
+)
+
+
+def varies(problem: Problem) -> tuple[str, str] | None:
+    """Return (reason, hint) why a row's bits cannot be kept from depending on the rest of the call, or None."""
+    if problem.num_splits > 1:
+        return f"num_splits is {problem.num_splits}, and invariant=True leaves a row's keys together", "num_splits=1"
+    if problem.dropout:
+        reason = "dropout_p > 0, whose draws depend on a sequence's place in the batch (invariant=True)"
+        return reason, "dropout_p=0.0"
+    if problem.backward and (problem.leftpad_q or problem.leftpad_k):
+        return "left padding moves the tiles of gradients (invariant=True)", "pad on the right, or varlen_attention"
+    return None
+
+
+def invariant_launch(problem: Problem) -> Launch:
+    """Return the launch that every kernel with matrix products has under invariant=True: one for all sizes and ops.
+
+    Tiles are small enough for the registers and the memory of every chip, with any feature, not the fastest of one."""
+    widest, wide = most(problem.head_dim, problem.head_dim_v), problem.dtype == "fp32"
+    if problem.kv_format != "as_q" and widest > 256:
+        return Launch(block_m=16, block_n=32, num_warps=4, num_stages=1)
+    if widest > 256:
+        return Launch(block_m=16, block_n=16 if wide else 32, num_warps=4 if wide else 8, num_stages=1)
+    if wide:
+        return Launch(block_m=32 if widest <= 128 else 16, block_n=32 if widest <= 128 else 16, num_stages=1)
+    if widest > 128 or problem.kv_format != "as_q":
+        return Launch(block_m=64, block_n=32, num_warps=8 if widest > 128 else 4, num_stages=1)
+    # With 64 rows and 4 warps decode_split gave wrong rows and illegal accesses for heads of 40 and values of 24
+    # columns on an H200 (Triton 3.6.0, 2026-11-30), and with 32 rows or 8 warps none: quirks cuda-0003 and cuda-0005.
+    return Launch(block_m=64 if problem.head_dim_v > 32 else 32, block_n=64, num_warps=4, num_stages=2)
 
 
 def drops(problem: Problem, lowering: Lowering) -> str:

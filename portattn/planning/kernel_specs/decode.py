@@ -76,7 +76,7 @@ class DecodeSplit(CoreKernel):
         pipeline = lowering.pipeline if "pipeline" in self.choices else "plain"
         # Any tile of a list may have holes. Of packed rows a tile's place decides which keys all its rows attend, and a
         # score that is not masked is scaled in the exponential: where a prompt is cut would change a row's last bit.
-        if problem.has_lists or (problem.packed and problem.num_splits):
+        if problem.has_lists or problem.invariant or (problem.packed and problem.num_splits):
             pipeline = "masked"
         found |= {
             "PIPELINE": pipeline,
@@ -163,10 +163,10 @@ class DecodeSplit(CoreKernel):
         launch = super().fit(problem, lowering, launch, arch, occupancy, pinned, split_threshold)
         if problem.cache_format.block and "block_n" not in pinned:  # the depth of the values' product
             launch = msgspec.structs.replace(launch, block_n=most(launch.block_n, least_depth(problem)))
-        if "splits" in pinned:
+        if "splits" in pinned and not problem.invariant:
             return launch
-        if problem.num_splits:
-            return msgspec.structs.replace(launch, splits=problem.num_splits)
+        if problem.num_splits or problem.invariant:
+            return msgspec.structs.replace(launch, splits=problem.num_splits or 1)
         programs = self.tiles(problem, launch)
         if problem.packed and not problem.has_lists:  # programs of empty tiles end at once
             programs = occupied_tiles(problem, launch.block_m, problem.group) * problem.heads_k
