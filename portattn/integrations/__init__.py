@@ -131,6 +131,10 @@ VLLM_SPARSE = Interface("vLLM", "0.33", "0.33", {
 })  # fmt: skip
 _FORWARD = "takes q k v layer forward_batch save_kv_cache"
 SGLANG = Interface("SGLang", "0.5.20", "0.5.23", {
+    "sglang.srt.arg_groups.choices": {
+        "": "has ATTENTION_BACKEND_CHOICES add_attention_backend_choices add_deterministic_attention_backend_choices"
+        " add_radix_supported_deterministic_attention_backend_choices",
+    },
     "sglang.srt.layers.attention.base_attn_backend": {
         "AttentionBackend": "has get_cuda_graph_seq_len_fill_value verify_mask",
         "AttentionBackend.forward_decode": _FORWARD,

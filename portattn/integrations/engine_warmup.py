@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from portattn.api.warmup import MOST_JOBS, Warmup, warmup
-from portattn.config import available_cores
+from portattn.config import Settings, available_cores, settings
 from portattn.schema.tensors import POINTER_ALIGNMENT, TensorSpec
 
 SAY_SECONDS = 5.0  # between two lines about progress
@@ -161,6 +161,11 @@ class Engine:
         made |= {"cu_seqlens_k": _whole("B+1"), "max_seqlen_k": "M"}
         sizes = packed_sizes(self.sequences, self.tokens, self.rows)
         return self._ragged({"q": q}) | made | {"sizes": {name: sizes[name] for name in "BTM"}}
+
+
+def contract(invariant: Any) -> contextlib.AbstractContextManager[Settings | None]:
+    """Return a block whose calls keep the order of each row's keys, if an engine was started so."""
+    return settings(invariant=True) if invariant else contextlib.nullcontext()
 
 
 def needs_warmup(device: torch.device) -> bool:

@@ -14,12 +14,14 @@ NAME = "portattn"
 
 def activate() -> None:
     """Register the backend with SGLang; `create` refuses versions, since an error here would only be a log line."""
-    from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES, add_attention_backend_choices
+    from sglang.srt.arg_groups import choices
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
     register_attention_backend(NAME)(create)
-    if NAME not in ATTENTION_BACKEND_CHOICES:
-        add_attention_backend_choices([NAME])
+    if NAME not in choices.ATTENTION_BACKEND_CHOICES:
+        choices.add_attention_backend_choices([NAME])
+        choices.add_deterministic_attention_backend_choices([NAME])
+        choices.add_radix_supported_deterministic_attention_backend_choices([NAME])
 
 
 def create(runner: Any) -> Any:

@@ -11,11 +11,12 @@ from sglang.srt.layers.attention.verify_mask import VerifyMask, tree_mask_numel
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
-from sglang.srt.runtime_context import get_spec
+from sglang.srt.runtime_context import get_exec, get_spec
 from sglang.srt.speculative.eagle_utils import TreeMaskMode, default_tree_mask_mode
 
 from portattn.api import ops
 from portattn.api.masks import tree_mask
+from portattn.integrations.engine_warmup import contract
 from portattn.integrations.sglang.capabilities import FLOAT8, refuse
 
 
@@ -252,6 +253,7 @@ class PagedBackend(AttentionBackend):
         self.kv_index_translator = runner.kv_index_translator
         self.max_context_len = runner.model_config.context_len
         self.is_draft_runner = runner.is_draft_worker
+        self.invariant: bool = get_exec().deterministic.enable_deterministic_inference
         self.drafted: int | None = get_spec().speculative_num_draft_tokens
         self.pools = Pools(runner)
         self.batches = Batches(self.pools, self.device, self.drafted, runner.model_config.is_encoder_decoder)
@@ -379,9 +381,10 @@ class PagedBackend(AttentionBackend):
         else:
             q = q.view(-1, made.queries, *q.shape[1:])
             named |= {"layout": "bshd", "tree_mask": made.tree}
-        out: Any = ops.paged_attention(
-            q, keys, values, table, lengths, sinks=sinks, page_layout=page_layout, **named
-        )  # fmt: skip
+        with contract(self.invariant):
+            out: Any = ops.paged_attention(
+                q, keys, values, table, lengths, sinks=sinks, page_layout=page_layout, **named
+            )
         rows: torch.Tensor = out.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
         return rows
 
@@ -394,7 +397,8 @@ class PagedBackend(AttentionBackend):
         most = q.shape[0] if most is None else most
         q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         k, v = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim), v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
-        out: Any = ops.varlen_attention(q, k, v, cu, cu, most, most, sinks=sinks, **self.arguments(layer))
+        with contract(self.invariant):
+            out: Any = ops.varlen_attention(q, k, v, cu, cu, most, most, sinks=sinks, **self.arguments(layer))
         rows: torch.Tensor = out.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
         return rows
 
@@ -467,13 +471,15 @@ class LatentBackend(PagedBackend):
         if rope:
             if float8:
                 named["kv_scale"] = layer.k_scale
-            out = ops.mla_attention(q_nope, q_rope, pages, made.table, made.lengths, sinks=sinks, **named)
+            with contract(self.invariant):
+                out = ops.mla_attention(q_nope, q_rope, pages, made.table, made.lengths, sinks=sinks, **named)
         else:  # nothing is rotated: all of a row is key and value
             if float8:
                 named |= {"k_scale": layer.k_scale, "v_scale": layer.k_scale}
             both = pages.unsqueeze(2)
-            out = ops.paged_attention(
-                q_nope, both, both, made.table, made.lengths, sinks=sinks, page_layout="phd", **named
-            )
+            with contract(self.invariant):
+                out = ops.paged_attention(
+                    q_nope, both, both, made.table, made.lengths, sinks=sinks, page_layout="phd", **named
+                )
         rows: torch.Tensor = out.reshape(-1, heads * self.rank)
         return rows

@@ -15,7 +15,14 @@ from sglang.srt.model_executor.cuda_graph_config import Phase, check_cuda_graph_
 from sglang.srt.runtime_context import get_exec, get_parallel, get_schedule, get_spec
 
 from portattn.errors import ArgumentError
-from portattn.integrations.engine_warmup import Engine, RowLayout, compile_calls, needs_warmup, projection_layouts
+from portattn.integrations.engine_warmup import (
+    Engine,
+    RowLayout,
+    compile_calls,
+    contract,
+    needs_warmup,
+    projection_layouts,
+)
 from portattn.planning.planner import check_settings
 from portattn.planning.registry import detect_target
 from portattn.schema.problem_limits import MAX_HEAD_DIM
@@ -71,8 +78,6 @@ def _check_settings() -> None:
         refuse("--dllm-algorithm", settings.dllm.dllm_algorithm)
     if settings.overlap.enable_two_batch_overlap:
         refuse("--enable-two-batch-overlap", True, "is not supported")
-    if settings.deterministic.enable_deterministic_inference:
-        refuse("--enable-deterministic-inference", True)
     if check_cuda_graph_backend(Phase.PREFILL, GraphBackend.FULL):
         refuse("CUDA graphs of prefill", GraphBackend.FULL, "must be breakable or disabled")
     drafted = get_spec().speculative_num_draft_tokens
@@ -153,7 +158,7 @@ def compile_layers(backend: Any, runner: Any) -> None:
         layers = [layer for layer in runner.model.modules() if isinstance(layer, RadixAttention)]
         return [spec for layer in layers for spec in layer_specs(backend, layer, engine)]
 
-    with torch.no_grad():
+    with torch.no_grad(), contract(backend.invariant):
         compile_calls(specs, device, log, get_parallel().tp_size)
 
 

@@ -14,7 +14,7 @@ from portattn.api.merge_states import merge_states
 from portattn.api.out_argument import into
 from portattn.api.request import Window
 from portattn.errors import ArgumentError
-from portattn.integrations.engine_warmup import Engine, RowLayout, projection_layouts
+from portattn.integrations.engine_warmup import Engine, RowLayout, contract, projection_layouts
 from portattn.integrations.vllm import NAME, caches, metadata
 from portattn.integrations.vllm.caches import Capabilities
 from portattn.integrations.vllm.metadata import PortattnMetadata, PortattnMetadataBuilder, StartUp
@@ -66,7 +66,7 @@ class PortattnImpl(AttentionImpl[PortattnMetadata]):
         if sinks is not None and tuple(sinks.shape) != (num_heads,):
             raise ArgumentError(NAME, "sinks.shape", tuple(sinks.shape), f"must be ({num_heads},), one for each head")
         self.sinks = sinks
-        self.num_splits = 1 if envs.VLLM_BATCH_INVARIANT else None
+        self.invariant = envs.VLLM_BATCH_INVARIANT
         if self.dcp_world_size > 1 and attn_type not in ENCODERS:
             metadata.refuse_features(  # they need a key's position, or keys of another layer
                 NAME, "decode context parallelism",
@@ -128,6 +128,14 @@ class PortattnImpl(AttentionImpl[PortattnMetadata]):
             self.start_up.compile()
         if attn_metadata is None:
             return output.fill_(0)
+        with contract(self.invariant):
+            self._forward(layer, query, key, value, kv_cache, attn_metadata, output)
+        return output
+
+    def _forward(
+        self, layer: Any, query: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None,
+        kv_cache: torch.Tensor, attn_metadata: PortattnMetadata, output: torch.Tensor,
+    ) -> None:  # fmt: skip
         rows = attn_metadata.num_actual_tokens
         place = output[:rows]
         if self.attn_type in ENCODERS:
@@ -140,7 +148,6 @@ class PortattnImpl(AttentionImpl[PortattnMetadata]):
             place.copy_(self._sharded(layer, query[:rows], key[:rows], value[:rows], kv_cache, attn_metadata))
         else:
             self._decode(place, layer, query[:rows], kv_cache, attn_metadata.mm_prefix_range or attn_metadata)
-        return output
 
     def _decode(
         self, place: torch.Tensor, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, batch: PortattnMetadata
@@ -177,9 +184,8 @@ class PortattnImpl(AttentionImpl[PortattnMetadata]):
         shared = self._shared(of, layer, query.device) | other
         if of.rotated:
             query = caches.rotate(query)
-        # With one split, requests must not change with their batch, so its shape must not choose the kernel either.
         found: Any
-        if batch.single and self.num_splits is None:
+        if batch.single:
             # One row sees all keys: no mask, and the window's other side has nothing in it.
             found = _paged(
                 None if place is None else place[:, None],
@@ -211,7 +217,6 @@ class PortattnImpl(AttentionImpl[PortattnMetadata]):
             "softcap": self.softcap,
             "alibi_slopes": self._slopes_on(device),
             "sinks": self.sinks,
-            "num_splits": self.num_splits,
             "page_layout": "hpd",
         }
 
@@ -236,11 +241,10 @@ class PortattnImpl(AttentionImpl[PortattnMetadata]):
         )
         found = []
         for q in queries:
-            if self.num_splits is None:
-                found.append(shared | engine.uniform({"q": q}) | {"window": masks[0][1] if world > 1 else self.window})
+            found.append(shared | engine.uniform({"q": q}) | {"window": masks[0][1] if world > 1 else self.window})
             for causal, window in masks:
                 mask = {"causal": causal, "window": window}
-                found.append(shared | engine.packed({"q": q}, single=self.num_splits is not None) | mask)
+                found.append(shared | engine.packed({"q": q}, single=False) | mask)
                 found += [shared | engine.packed({"q": q}, single=False, divided=True) | mask] * engine.ranges
         writes = {name: shared[name] for name in ("k_scale", "v_scale", "k_block_scale", "v_block_scale")}
         writes |= {"k_pages": of.k, "v_pages": of.v, "page_layout": "hpd"}

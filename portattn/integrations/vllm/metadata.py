@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from vllm import envs
 from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.parallel_state import get_dcp_world_size_and_rank
 from vllm.utils.torch_utils import async_tensor_h2d
@@ -18,7 +19,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, Att
 from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 
 from portattn.errors import ArgumentError
-from portattn.integrations.engine_warmup import Engine, compile_calls, needs_warmup
+from portattn.integrations.engine_warmup import Engine, compile_calls, contract, needs_warmup
 from portattn.integrations.vllm import NAME, caches
 
 log = logging.getLogger("vllm.portattn")
@@ -331,7 +332,7 @@ class StartUp:
             self._waiting.remove(group)
             for layer in group.layers:
                 layer.impl.start_up = None
-        with torch.inference_mode():
+        with torch.inference_mode(), contract(envs.VLLM_BATCH_INVARIANT):
             compile_calls(
                 lambda: [spec for group in groups for spec in group.specs()],
                 self.engine.device, log, self.config.parallel_config.local_world_size,

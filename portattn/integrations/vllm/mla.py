@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -19,7 +19,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 
 from portattn.api import ops
-from portattn.integrations.engine_warmup import Engine, RowLayout
+from portattn.integrations.engine_warmup import Engine, RowLayout, contract
 from portattn.integrations.vllm import MLA_NAME, caches
 from portattn.integrations.vllm.caches import Capabilities
 from portattn.integrations.vllm.metadata import StartUp, refuse_features
@@ -105,7 +105,7 @@ class PortattnMLAImpl(MLACommonImpl[MLACommonMetadata]):
             logits_soft_cap=logits_soft_cap, attn_type=None if attn_type == AttentionType.DECODER else attn_type,
         )  # fmt: skip
         self.supports_quant_query_input = False  # queries stay in 16 bits over a cache of 8
-        self.num_splits = 1 if envs.VLLM_BATCH_INVARIANT else None
+        self.invariant = envs.VLLM_BATCH_INVARIANT
         self.start_up: StartUp | None = None
 
     has_cache = True
@@ -125,12 +125,9 @@ class PortattnMLAImpl(MLACommonImpl[MLACommonMetadata]):
         found = []
         for rows in queries:
             causal = [{"causal": not both} for both in range(1 + engine.non_causal)]
-            if self.num_splits is None:
-                found.append(shared | engine.uniform(rows))
-                counts = range(2, min(engine.rows, MOST_UNIFORM_ROWS) + 1)
-                found += [shared | engine.uniform(rows, count) | mask for count in counts for mask in causal]
-            else:
-                found.append(shared | replace(engine, rows=1).packed(rows) | {"causal": False})
+            found.append(shared | engine.uniform(rows))
+            counts = range(2, min(engine.rows, MOST_UNIFORM_ROWS) + 1)
+            found += [shared | engine.uniform(rows, count) | mask for count in counts for mask in causal]
             found += [shared | engine.packed(rows, single=False) | mask for mask in causal]
         written = {"k_pages": pages[..., :rank], "v_pages": pages[..., rank:], "k_scale": scale, "v_scale": scale}
         new = RowLayout(1, rope), RowLayout(1, rope, whole, 0, rank)
@@ -140,7 +137,6 @@ class PortattnMLAImpl(MLACommonImpl[MLACommonMetadata]):
         return {
             "scale": self.scale,
             "kv_scale": None if cache.dtype.itemsize > 1 else layer._k_scale,
-            "num_splits": self.num_splits,
             "return_lse": True,
         }
 
@@ -192,16 +188,17 @@ class PortattnMLAImpl(MLACommonImpl[MLACommonMetadata]):
         causal = attn_metadata.causal and batch.max_query_len > 1
         shape = batch.seq_lens.shape[0], batch.max_query_len
         uniform = nope.shape[0] == math.prod(shape) and shape[1] <= MOST_UNIFORM_ROWS
-        if uniform and self.num_splits is None:
+        with contract(self.invariant):
+            if uniform:
+                out, lse = ops.mla_attention(
+                    nope.unflatten(0, shape), rope.unflatten(0, shape), cache, batch.block_table, batch.seq_lens,
+                    causal=causal, layout="bshd", **shared,
+                )  # fmt: skip
+                return out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
             out, lse = ops.mla_attention(
-                nope.unflatten(0, shape), rope.unflatten(0, shape), cache, batch.block_table, batch.seq_lens,
-                causal=causal, layout="bshd", **shared,
+                nope, rope, cache, batch.block_table, batch.seq_lens, cu_seqlens_q=batch.query_start_loc,
+                max_seqlen_q=batch.max_query_len, causal=causal, **shared,
             )  # fmt: skip
-            return out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
-        out, lse = ops.mla_attention(
-            nope, rope, cache, batch.block_table, batch.seq_lens, cu_seqlens_q=batch.query_start_loc,
-            max_seqlen_q=batch.max_query_len, causal=causal, **shared,
-        )  # fmt: skip
         return out, lse.transpose(0, 1)
 
 

@@ -6,6 +6,9 @@ from served import Served, forward
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.runtime_context import get_exec
+
+import portattn
 
 EXTEND, DECODE, MIXED = ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.MIXED
 PAGES = (1, 16, 64)
@@ -29,6 +32,13 @@ def test_extend_after_a_prefix(page: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_decode(page: int, dtype: torch.dtype) -> None:
     Served([37, 65, 1, 16], page=page, dtype=dtype).run(DECODE, [36, 64, 0, 15], [1, 1, 1, 1])
+
+
+@pytest.mark.engine_feature("deterministic inference")
+def test_deterministic_inference_keeps_the_order_of_keys() -> None:
+    with get_exec().deterministic.override(enable_deterministic_inference=True):
+        Served([37, 65], page=16).run(EXTEND, [17, 64], [20, 1])
+    assert portattn.last_plan().problem.invariant
 
 
 @pytest.mark.engine_feature("mixed batches (chunked prefill with decoding)")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from served import Served, forward
 from sglang.srt import plugins
-from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES
+from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES, DETERMINISTIC_ATTENTION_BACKEND_CHOICES
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.quantization.fp4_kv_cache_quant_method import get_kv_cache_quant_method
@@ -33,6 +33,7 @@ def test_sglang_finds_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
     plugins.load_plugins()
     assert ATTENTION_BACKEND_CHOICES.count("portattn") == 1
     assert "portattn" in ATTENTION_BACKENDS
+    assert "portattn" in DETERMINISTIC_ATTENTION_BACKEND_CHOICES
     sglang.activate()
     assert ATTENTION_BACKEND_CHOICES.count("portattn") == 1
     assert isinstance(Served([4]).backend, AttentionBackend)
@@ -130,8 +131,6 @@ SETTINGS: dict[str, Any] = {
         lambda: get_exec().graph.override(cuda_graph_config=CudaGraphConfig(prefill=PhaseConfig(backend="full"))),
         "CUDA graphs of prefill is",
     ),
-    "deterministic inference": (lambda: get_exec().deterministic.override(enable_deterministic_inference=True),
-        "--enable-deterministic-inference is True"),
     "more than 64 drafted tokens": (lambda: get_spec().override(speculative_num_draft_tokens=65),
         "--speculative-num-draft-tokens is 65, but must be at most 64"),
 }  # fmt: skip
