@@ -36,21 +36,25 @@ COLOURS = {"agree": "green", "compiled": "green", "unseen": "yellow", "refused":
     ("--emulate", FLAG, "Also run the machine code in a model of the (AMD) chip."),
     ("--run-older/--no-run-older run_ptx_compat", {"default": None},
      "Run the target's code on a newer NVIDIA GPU that is here; the default where there is one."),
+    ("--save", {"type": click.Path(path_type=Path, dir_okay=False), "metavar": "FILE.pt"},
+     "Run the problems as calls here, and write results and the bounds of their rows."),
+    ("--compare", {"type": click.Path(path_type=Path, exists=True, dir_okay=False), "nargs": 2, "metavar": "FILE FILE"},
+     "Compare two machines' results (.pt, .npz, .safetensors), by the bounds in them."),
     ("--seconds", {"type": FiniteRange(min=1.0, max=LONGEST), "default": 120.0}, "Time limit of each run."),
 )  # fmt: skip
 @json_option
 def verify(
     ops: tuple[str, ...], target: str | None, toolchain: str | None, emulate: bool, run_ptx_compat: bool | None,
-    seconds: float, as_json: bool,
+    seconds: float, save: Path | None, compare: tuple[Path, Path] | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Run small adversarial problems of each OP (all by default) as they are planned for a target.
 
     The same kernel, lowering and tile run under Triton's interpreter and, if the target is here, on the device; code
     for an older NVIDIA GPU runs on a newer one ("sm_80 code on sm_90"); with --emulate the compiled code also runs in a
     functional model of the chip. Each result is compared with a float64 oracle. If they disagree, the row says what is
-    to blame.
+    to blame. Two machines' results are compared by --save on each and --compare on one.
 
-    Exit status 1: something differs. 3: nothing could be run or compiled here, so nothing was verified."""
+    Exit status 1: something differs, or lies outside its bound. 3: nothing could be run or compiled here."""
     from rich.console import Console
 
     from portattn.config import current
@@ -59,6 +63,9 @@ def verify(
     from portattn.tools.verify import verify as rows_of
 
     param_types.check_known("verify", "OP", ops, OPS)
+    if save or compare:
+        _exchange(ops, save, compare, as_json)
+        return
     where = target_from(target, toolchain)
     with Console(stderr=True).status("verifying") as status:
         rows = list(rows_of(ops, where, current(), seconds, lambda what: status.update(what), emulate, run_ptx_compat))
@@ -90,6 +97,31 @@ def verify(
     if red:
         raise click.exceptions.Exit(RED)
     require_some(verified, "verified", (reason for row in rows for reason in _reasons(row)))
+
+
+def _exchange(ops: tuple[str, ...], save: Path | None, compare: tuple[Path, Path] | None, as_json: bool) -> None:
+    import torch
+
+    from portattn.api import dispatch
+    from portattn.config import current
+    from portattn.testing.canary import results
+    from portattn.testing.tolerance import differences, read_results
+
+    if save:
+        device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        torch.save(results(ops, device or torch.device("cpu"), lambda call: dispatch.run(call, current())), save)
+    if not compare:
+        return
+    shares = differences(*map(read_results, compare))
+    outside = [name for name, share in shares.items() if not share <= 1.0]
+    if as_json:
+        emit_json({"outside": outside, "shares": shares})
+    else:
+        table(["of its bound", "result"], [[f"{share:.3f}", name] for name, share in shares.items()])
+        click.echo(f"{plural(len(shares), 'result')}, {len(outside)} outside their bounds")
+    if outside:
+        raise click.exceptions.Exit(RED)
+    require_some(len(shares), "compared", ["neither file has a tensor"])
 
 
 def _reasons(row: VerificationRow) -> list[str]:

@@ -12,7 +12,7 @@ import itertools
 import re
 import threading
 from collections import deque
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal
@@ -32,7 +32,7 @@ from portattn.schema.compile_record import CompileRecord, Incident
 from portattn.schema.ops import ROWS
 from portattn.schema.plan import Plan
 from portattn.schema.problem import Problem
-from portattn.schema.problem_limits import formats_of
+from portattn.schema.problem_limits import OPS, formats_of
 from portattn.schema.quirk import Symptom
 from portattn.schema.target import Target
 from portattn.testing.executor import COMPARE, request_of
@@ -43,6 +43,8 @@ from portattn.worker.client import Reply, Worker, death
 
 if TYPE_CHECKING:
     import torch
+
+    from portattn.schema.call import Call
 
 # Child processes that run canaries of a family at the same time: compiling takes nearly all of their time, and each has
 # some hundred MiB of the device for its context while it lasts. Four took 66 to 82 s for the 30 of gluon_forward.
@@ -113,6 +115,26 @@ def over(problem: Problem, kv_format: str, kv_scales: str) -> Problem:
 def of_op(op: str) -> tuple[Problem, ...]:
     stored = STORED.get(op, ())
     return (*CASES[op], *(over(p, *one) for p, one in zip(itertools.cycle(CASES[op]), stored, strict=False)))
+
+
+def results(
+    ops: Sequence[str], device: torch.device, run: Callable[[Call], tuple[torch.Tensor, torch.Tensor | None]]
+) -> dict[str, torch.Tensor]:
+    """Return out and LSE of the ops' canaries, with the bounds of their rows; `run` runs a call on a device.
+
+    Dropout, gradients and products of 8-bit operands have no bound of their rows, and are left out."""
+    from portattn.testing import tolerance
+
+    found: dict[str, torch.Tensor] = {}
+    for problem in (problem for op in ops or OPS for problem in of_op(op)):
+        if problem.writes or problem.backward or problem.dropout or problem.magicpig or problem.q_format != "as_q":
+            continue
+        call = tolerance.random_call(problem, device=device.type)
+        out, lse = run(call)
+        for name, bound in tolerance.bounds_of_rows(call).items():
+            if (result := out if name == "out" else lse) is not None:
+                found |= {f"{problem} {name}": result.cpu().contiguous(), f"{problem} {name}.bound": bound}
+    return found
 
 
 def stored_as(made: Plan) -> str:

@@ -6,12 +6,18 @@ largest value in the output's dtype and four in float32, in which kernels comput
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import importlib
+import math
+import pickle
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import torch
 
+from portattn.errors import ArgumentError, DataError
 from portattn.schema.call import TENSORS, Call
 from portattn.schema.tensors import KV_DTYPE
 from portattn.testing.oracle import dense_view, oracle
@@ -20,16 +26,24 @@ from portattn.testing.random_tensors import DTYPES
 
 __all__ = [
     "DTYPES",
+    "bounds_of_rows",
     "budget",
     "count_misplaced",
+    "differences",
     "judge",
     "largest",
     "nan_filled_memory",
     "on_cpu",
     "random_call",
+    "read_results",
     "round_fraction",
+    "rows_outside",
     "same_dtype",
 ]  # fmt: skip
+# The contract across chips: units in the last place of a row's terms by which a result may lie from float64. Two chips'
+# results lie within the sum of their bounds.
+CONTRACT_ULPS = 2.0
+SCORE_STEPS = 4.0  # a score's error in float32 units of its terms: products of 21 bits (tf32x3), and their sum
 BUDGET_FACTOR = 2.0  # our error may be twice that of the same mathematics in torch, in the same dtype
 FLOAT32_STEPS = 4.0  # units in the last place of float32 that come on top
 # An LSE near 0 is a difference of scores that are not: its spacing is taken as that of values up to this, at least.
@@ -77,6 +91,76 @@ def budget(dtype: torch.dtype, expected: torch.Tensor, same: torch.Tensor, least
     """Return the error limit of a result of this dtype; `same` is torch's result, values count as at least `least`."""
     ulps = torch.finfo(dtype).eps + FLOAT32_STEPS * torch.finfo(torch.float32).eps
     return BUDGET_FACTOR * largest(same.double() - expected) + ulps * max(largest(expected), least)
+
+
+def bounds_of_rows(call: Call) -> dict[str, torch.Tensor]:
+    """Return how far each row of `out` and `lse`, (B, Hq, Sq) float64, may lie from float64 on any chip.
+
+    A row's terms are its probabilities times the values' magnitudes. Their error is the rounding of probabilities and
+    of the result, and that of the scores, whose terms are products of magnitudes. 8-bit products have no such bound."""
+    if call.problem.q_format != "as_q":
+        raise ValueError(f"{call.problem.op} over q of {call.problem.q_format} has no bound of its rows")
+    view, single = dense_view(on_cpu(call)), torch.finfo(torch.float32).eps
+    q, k = view.q.double(), view.k.double()
+    products = view.products(q, k)
+    scores = view.with_terms(products * call.scale, products, q, k)
+    weights = torch.softmax(view.with_sinks(scores), dim=-1)[..., : scores.shape[3]].masked_fill(
+        ~view.some[..., None], 0
+    )
+    terms = view.mixed(weights.nan_to_num(0.0), view.v.double().abs()).amax(dim=-1)
+    sizes = view.products(q.abs(), k.abs()) * abs(call.scale) + scores.masked_fill(scores.isinf(), 0.0).abs()
+    shift = SCORE_STEPS * single * (1.0 + sizes.masked_fill(~view.keep, 0.0).amax(dim=-1))
+    found = {"out": terms * (torch.finfo(call.dtype).eps + shift), "lse": shift}
+    return {name: CONTRACT_ULPS * view.restored(bound[..., None], 0.0)[..., 0] for name, bound in found.items()}
+
+
+def rows_outside(call: Call, out: torch.Tensor, lse: torch.Tensor | None) -> int:
+    """Return how many rows of `out` and `lse` lie farther from float64 than bounds_of_rows allows."""
+    bounds, (expected, expected_lse) = bounds_of_rows(call), oracle(on_cpu(call))
+    apart = (out.detach().cpu().double() - expected).abs().nan_to_num(0.0, 0.0).amax(dim=-1)
+    outside = apart > bounds["out"]
+    if lse is not None:
+        outside |= (lse.detach().cpu().double() - expected_lse).abs().nan_to_num(0.0, 0.0) > bounds["lse"]
+    return int(outside.sum())
+
+
+def read_results(path: Path) -> dict[str, torch.Tensor]:
+    """Read tensors by name from a .pt, .npz or .safetensors file. Raises DataError."""
+    try:
+        if path.suffix == ".npz":
+            return {name: torch.from_numpy(array) for name, array in np.load(path).items()}
+        if path.suffix == ".safetensors":
+            return dict(importlib.import_module("safetensors.torch").load_file(path))
+        return dict(torch.load(path, map_location="cpu", weights_only=True))
+    except (OSError, ValueError, TypeError, ImportError, pickle.UnpicklingError) as error:
+        raise DataError(path, None, f"must be tensors by name, .pt, .npz or .safetensors: {error}") from None
+
+
+def differences(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """Return the largest difference of each tensor of two machines' results, as a share of the bound; inf if misplaced.
+
+    A tensor NAME has its rows' bound in NAME.bound, without the last axis; without one, a row's largest number stands
+    for its terms. Raises ArgumentError where names or shapes differ."""
+    names = {name for name in (*ours, *theirs) if not name.endswith(".bound")}
+    if missing := sorted(names - (ours.keys() & theirs.keys())):
+        raise ArgumentError("verify", "--compare", missing[0], "must be in both files")
+    found = {}
+    for name in sorted(names):
+        pair = ours[name].double(), theirs[name].double()
+        if pair[0].shape != pair[1].shape:
+            shapes = tuple(pair[0].shape), tuple(pair[1].shape)
+            raise ArgumentError("verify", "--compare", f"{name} {shapes}", "must have one shape in both files")
+        allowed = torch.zeros(())
+        for dump, values in zip((ours, theirs), pair, strict=True):
+            bound = dump.get(f"{name}.bound")
+            if bound is None:
+                eps = torch.finfo(dump[name].dtype).eps if dump[name].is_floating_point() else 0.0
+                bound = CONTRACT_ULPS * eps * values.nan_to_num(0.0, 0.0, 0.0).abs().amax(dim=-1)
+            allowed = allowed + (bound if bound.ndim == values.ndim else bound[..., None])
+        apart = (pair[0] - pair[1]).abs().masked_fill(pair[0] == pair[1], 0.0)
+        share = torch.where(apart > 0, apart / allowed.clamp(min=torch.finfo(torch.float64).tiny), 0.0)
+        found[name] = math.inf if count_misplaced(*pair) else largest(share)
+    return found
 
 
 def count_misplaced(ours: torch.Tensor, expected: torch.Tensor) -> int:

@@ -310,6 +310,9 @@ def compare(request: dict[str, Any], enter: Callable[[str], None] = lambda stage
         out, lse, probabilities = _run_path(request, call, target)
     precision = request.get("lowering", {}).get("dot_precision", "ieee") if request["path"] == "triton" else "ieee"
     facts = judge(call, out, lse, precision, probabilities)
+    p = call.problem
+    if not (p.writes or p.backward or p.dropout or p.magicpig) and (p.q_format, probabilities) == ("as_q", "as_q"):
+        facts["wrong"] += 0 if precision in ("tf32", "hf32") else tolerance.rows_outside(call, out, lse)
     if request.get("timed"):
         enter("time")
         with torch.no_grad():

@@ -3,9 +3,12 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import click.testing
+import numpy as np
 import pytest
+import torch
 
 from portattn.cli import main
 from portattn.tools import verify
@@ -86,3 +89,35 @@ def test_the_table_names_the_form_of_a_kernel(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(verify, "verify", lambda *given: [row])
     line = ["verify", "decode_attention", "--target", "cuda:sm_90", "--toolchain", "triton==3.6.0"]
     assert "decode_split, in its form warps_apart" in click.testing.CliRunner().invoke(main, line).stdout
+
+
+def run(*arguments: object) -> click.testing.Result:
+    return click.testing.CliRunner().invoke(main, ["verify", *map(str, arguments)])
+
+
+def test_two_machines_results_are_compared_by_the_bounds_in_them(tmp_path: Path) -> None:
+    """Rows inside are passed; a row outside, misplaced numbers, other shapes and names are not."""
+    ours, theirs = tmp_path / "ours.pt", tmp_path / "theirs.pt"
+    assert run("attention", "--save", ours).exit_code == 0
+    saved = torch.load(ours)
+    name = next(name for name in saved if name.endswith(" out") and "bf16" in name)
+    for factor, outside in ((0.9, False), (1.2, True)):
+        moved = saved[name].double()
+        moved[..., 0] += factor * 2 * saved[f"{name}.bound"]
+        torch.save(saved | {name: moved}, theirs)
+        found = run("--compare", ours, theirs, "--json")
+        assert (found.exit_code, name in json.loads(found.stdout)["outside"]) == (int(outside), outside)
+    for changed, status in ((saved[name] * float("inf"), 1), (saved[name][:1], 2)):
+        torch.save(saved | {name: changed}, theirs)
+        assert run("--compare", ours, theirs).exit_code == status
+    torch.save({"other": saved[name]}, theirs)
+    assert run("--compare", ours, theirs).exit_code == 2
+
+
+def test_results_without_bounds_are_judged_by_their_rows(tmp_path: Path) -> None:
+    rows = torch.randn(3, 8).to(torch.float16)
+    np.savez(tmp_path / "a.npz", x=rows.numpy())
+    for factor, status in ((1 + 2.0**-10, 0), (1.1, 1)):
+        torch.save({"x": rows * factor}, tmp_path / "b.pt")
+        found = run("--compare", tmp_path / "a.npz", tmp_path / "b.pt")
+        assert found.exit_code == status, found.output
