@@ -333,3 +333,9 @@ def test_no_call_runs_what_was_cached_under_the_other_setting() -> None:
         with portattn.settings(invariant=True):
             portattn.attention(q, q, q)
         assert portattn.last_plan().path == "reference"
+
+
+@pytest.mark.parametrize("start", range(1000, 3000, 200))
+def test_thousands_of_batches_have_the_same_bits_on_the_reference(start: int) -> None:
+    for dtype in DTYPES.values():
+        check(range(start, start + 200), "cpu", "auto", dtype=dtype, longest=90)
