@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
+from portattn.api.score_functions import cached_trace
 from portattn.config import current
 from portattn.errors import ArgumentError, warn_caller
 from portattn.reference.dropout import block_mask
@@ -204,21 +205,21 @@ class BlockMask(NamedTuple):
 
 
 def block_tensors(
-    block_mask: Any, mask: Any, q: Any, k: Any, layout: Any, validate: bool | None = None
-) -> tuple[Any, Any, Any]:
-    """Return the map of blocks, the mask with mask_mod's values, and the block size. Raises ArgumentError.
+    block_mask: Any, mask: Any, mask_mod: Any, q: Any, k: Any, layout: Any, validate: bool | None = None
+) -> tuple[Any, Any, Any, Any]:
+    """Return the marks of blocks, the mask, the block size and the mask function. Raises ArgumentError.
 
-    The map is bool (B or 1, Hq or 1, R, C): whether a list names the block. Nothing waits for the device unless values
-    are checked there."""
+    Marks are int8 (B or 1, Hq or 1, R, C): 0 for a block that no list names, 1 for one whose scores the mask function
+    decides, 2 for any other. Nothing waits for the device unless values are checked there."""
     lists = block_mask
     if not isinstance(block_mask, BlockMask):
         lists = _of_torch(block_mask)
     check_dense(ATTENTION, "q", q)
     check_dense(ATTENTION, "k", k)
     if not isinstance(q, torch.Tensor) or not isinstance(k, torch.Tensor):
-        return None, mask, None
+        return None, mask, None, mask_mod
     if q.ndim != 4 or k.ndim != 4:
-        return None, mask, None  # validation raises
+        return None, mask, None, mask_mod  # validation raises
     axis = 1 if layout == "bshd" else 2
     rows, keys = q.shape[axis], k.shape[axis]
     size = lists.block_size
@@ -239,8 +240,10 @@ def block_tensors(
         _check_same(lists.kv_num_blocks, lists.full_kv_num_blocks)
     if lists is not block_mask:
         _check_heads(places, q.shape[0], q.shape[3 - axis])
-        mask = _with_mod(block_mask, mask, q, rows, keys)
-    return _map(places, down, across), mask, size
+        mask, mask_mod = _with_mod(block_mask, mask, mask_mod, q, rows, keys)
+    decides = 1 if mask_mod is not None else 2
+    marks = [_map(place, down, across, mark) for place, mark in zip(places, (decides, 2), strict=False)]
+    return marks[0] if len(marks) == 1 else torch.maximum(*marks), mask, size, mask_mod
 
 
 def _check_same(part: torch.Tensor, full: Any) -> None:
@@ -261,14 +264,11 @@ def _check_heads(places: list[torch.Tensor], batch: int, heads: int) -> None:
                 raise ArgumentError(ATTENTION, f"block_mask's {whose}", given, limit)
 
 
-def _map(places: list[torch.Tensor], down: int, across: int) -> torch.Tensor:
-    """Return bool (B or 1, Hq or 1, R, C), the last axis contiguous: whether any list names the block."""
-    # Few steps: attention waits for each.
-    batch, heads = (max(each.shape[axis] for each in places) for axis in (0, 1))
-    place = torch.cat([each.expand(batch, heads, -1, -1) for each in places], -1)
+def _map(place: torch.Tensor, down: int, across: int, mark: int) -> torch.Tensor:
+    """Return int8 (B or 1, Hq or 1, R, C), the last axis contiguous: the mark of the blocks that a list names, or 0."""
     # The columns before the first block and after the last take numbers of no block.
-    found = torch.zeros(batch, heads, down, across + 2, dtype=torch.bool, device=place.device)
-    return found.scatter(3, place.clamp(-1, across).long() + 1, True)[..., 1:-1]
+    found = torch.zeros(*place.shape[:2], down, across + 2, dtype=torch.int8, device=place.device)
+    return found.scatter(3, place.clamp(-1, across).long() + 1, mark)[..., 1:-1]
 
 
 def _of_torch(block_mask: Any) -> BlockMask:
@@ -345,21 +345,31 @@ def _places(
     return torch.where(torch.arange(indices.shape[3], device=indices.device) < counts[..., None], indices, -1)
 
 
-def _with_mod(block_mask: Any, mask: Any, q: torch.Tensor, rows: int, keys: int) -> Any:
+def _with_mod(
+    block_mask: Any, mask: Any, mask_mod: Any, q: torch.Tensor, rows: int, keys: int
+) -> tuple[Any, Any]:  # fmt: skip
+    """Return the mask and the mask function with torch's mask_mod: traced, or as a mask where it cannot be."""
     from torch.nn.attention import flex_attention
 
-    if block_mask.mask_mod in (None, flex_attention.noop_mask):
-        return mask
+    own = block_mask.mask_mod
+    if own in (None, flex_attention.noop_mask):
+        return mask, mask_mod
     if not torch.compiler.is_compiling():
-        _warn_once()
+        try:
+            cached_trace(ATTENTION, "block_mask's mask_mod", own)
+        except ArgumentError:
+            _warn_once()
+        else:
+            return mask, own if mask_mod is None else flex_attention.and_masks(own, mask_mod)
     batch, heads = block_mask.kv_num_blocks.shape[:2]
-    made = flex_attention.create_mask(block_mask.mask_mod, batch, heads, rows, keys, device=str(q.device))
-    return made if mask is None else made & mask
+    made = flex_attention.create_mask(own, batch, heads, rows, keys, device=str(q.device))
+    return made if mask is None else made & mask, mask_mod
 
 
 @functools.lru_cache(maxsize=1)
 def _warn_once() -> None:
     warn_caller(
-        "attention computes block_mask's mask_mod for every score at each call (create_mask: Sq·Sk bytes a head that "
-        "it tells apart); for less, give the mask once as mask=, and the lists as portattn.BlockMask"
+        "block_mask's mask_mod cannot be traced, so attention computes it for every score at each call (create_mask: "
+        "Sq·Sk bytes a head that it tells apart); for less, give the mask once as mask=, and the lists as "
+        "portattn.BlockMask"
     )

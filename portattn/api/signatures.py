@@ -126,11 +126,13 @@ def _made(function: Any, line: int, end: str) -> Any:
     names: dict[str, Any] = {each.__name__: each for each in (wrong_arguments, try_cached, first_call, write)}
     names |= {"short_traceback": short_traceback, "Tensor": torch.Tensor}
     lines = [f"if excess or unknown: raise wrong_arguments({op!r}, excess, unknown)"]
+    known = set(parameters)
     for i, expansion in enumerate(row.expansions):
         names[f"expand_{i}"] = expand = load_function(expansion.function)
         given, results = expansion.parameter, ", ".join(expansion.results)
         test = f"{given} is not None" + f" and not isinstance({given}, Tensor)" * expansion.or_tensor
-        lines += [f"{name} = None" for name in expansion.results if name not in parameters]
+        lines += [f"{name} = None" for name in expansion.results if name not in known]
+        known.update(expansion.results)
         lines += [f"if {test}: {results} = expand_{i}({_names(expand)})"]
     if row.allocates:
         names["allocate"] = allocate = load_function(row.allocates)

@@ -20,7 +20,7 @@ _TYPES = {
     "out_dtype": "ScalarType?",
     "return_lse": "bool", "layout": "str", "page_layout": "str", "num_splits": "int?", "magicpig": "int[]?",
     "max_seqlen_q": "SymInt?", "max_seqlen_k": "SymInt?", "backend": "str?", "validate": "bool?",
-    "rotary": "str", "block_size": "int[]?", "k": "SymInt", "sorted": "bool",
+    "score_mod": "str?", "mask_mod": "str?", "rotary": "str", "block_size": "int[]?", "k": "SymInt", "sorted": "bool",
 }  # fmt: skip
 # Parameters that every call of an operation that has them gives.
 _GIVEN = frozenset({

@@ -28,6 +28,7 @@ import torch
 from portattn.compile import record_store
 from portattn.compile.record_store import CompileStore, store
 from portattn.config import Settings
+from portattn.kernels.score_program import with_functions
 from portattn.launch import KernelCall, Signature, has_rows, load_kernels, preload, signature
 from portattn.launch.run import device_guard
 from portattn.planning.registry import Registry
@@ -71,7 +72,8 @@ def ensure(
     def load(launch: Compiled) -> None:
         assert isinstance(launch, KernelCall)
         kernel = getattr(load_kernels(launch.module, interpreted=False), launch.function)
-        compiled = kernel.warmup(*launch.arguments.values(), grid=launch.grid, **launch.constexprs, **launch.options())
+        constants = with_functions(launch.constexprs)
+        compiled = kernel.warmup(*launch.arguments.values(), grid=launch.grid, **constants, **launch.options())
         preload.load(compiled, settings.cache_dir)
 
     return ensure_all(plan, launches, load, q, target, settings) if has_rows(plan) else None

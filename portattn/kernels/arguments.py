@@ -107,12 +107,44 @@ class TileRange(NamedTuple):
     BLOCK: constexpr = 1  # type: ignore[assignment]
 
 
+class ScoreMods(NamedTuple):
+    """The caller's functions of scores and masks (score_program.py), and what they are called with.
+
+    batch, head     number of the sequence, and of the query head, or of each row's [BLOCK_M, 1]
+    first_row       position of query 0; rows: how many queries there are
+    first_key       place of key 0; keys: how many keys there are
+    c0, c1, …       captured tensors; n0, n1, …: their sizes
+    SCORE, MASK     Triton functions; None without one
+    """
+
+    batch: Any = None
+    head: Any = None
+    first_row: Any = None
+    rows: Any = None
+    first_key: Any = None
+    keys: Any = None
+    c0: Any = None
+    c1: Any = None
+    c2: Any = None
+    c3: Any = None
+    n0: Any = None
+    n1: Any = None
+    n2: Any = None
+    n3: Any = None
+    n4: Any = None
+    n5: Any = None
+    n6: Any = None
+    n7: Any = None
+    SCORE: constexpr = None  # type: ignore[assignment]
+    MASK: constexpr = None  # type: ignore[assignment]
+
+
 class ScoreTerms(NamedTuple):
     """What scores are before the softmax takes them. Absent features are None.
 
     row_valid  the rows that are real; the others fill a tile up
     row_start, row_end  row i attends the keys before row_end[i] and, with WINDOW, from row_start[i] on
-    positions, slopes   ALiBi: each row's position and slope
+    positions, slopes   each row's position, and its slope of ALiBi
     bias, mask          a pointer for each row, or with BIAS_BY_KEY and MASK_BY_KEY one for all
     tree_low, tree_high, tree_first  each row's tree mask and the key of its first bit (tiles.in_tree)
     CLAMPED             masked loads may read all the same, so they read at a key that exists
@@ -142,6 +174,7 @@ class ScoreTerms(NamedTuple):
     CLAMPED: constexpr
     slots: Any = None
     READS: constexpr = "masked"  # type: ignore[assignment]
+    mods: ScoreMods = ScoreMods()
 
 
 class Dropout(NamedTuple):

@@ -375,10 +375,11 @@ def attend(
     Returns acc, row_max and row_sum.
     """
     MASKS: tl.constexpr = scores.mask is not None or scores.bias is not None
-    # In edge tiles: values before a window, those that no row's tree mask shows, and what descriptors read behind a
-    # sequence's end in its last page.
+    # In edge tiles: values before a window, those that no row's tree mask or mask function shows, and what descriptors
+    # read behind a sequence's end in its last page.
     BEHIND: tl.constexpr = values.LOAD == "descriptor" and pages.SIZE != 0
-    EDGE_UNUSED: tl.constexpr = scores.WINDOW or (BEHIND or scores.tree_low is not None)
+    HIDES: tl.constexpr = scores.tree_low is not None or scores.mods.MASK is not None
+    EDGE_UNUSED: tl.constexpr = scores.WINDOW or (BEHIND or HIDES)
     row_end = scores.row_end
     if MASKS or EDGE_UNUSED:
         row_end = tl.where(scores.row_valid, row_end, steps.origin)

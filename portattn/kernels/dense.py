@@ -7,9 +7,21 @@ sequence is a range of rows.
 import triton.language as tl
 
 from portattn.kernels import records
-from portattn.kernels.arguments import Dropout, KeyRows, LoopShape, Pages, Query, Rows, Scales, ScoreTerms, TileRange
+from portattn.kernels.arguments import (
+    Dropout,
+    KeyRows,
+    LoopShape,
+    Pages,
+    Query,
+    Rows,
+    Scales,
+    ScoreMods,
+    ScoreTerms,
+    TileRange,
+)
 from portattn.kernels.attend import attend, in_chunk, kv_tile_range
 from portattn.kernels.dequantize import head_scale
+from portattn.kernels.score_program import with_functions  # noqa: F401 - compilers look it up here
 from portattn.kernels.tiles import (
     finalize,
     heads_in_turn,
@@ -22,6 +34,9 @@ from portattn.kernels.tiles import (
     sequence_bounds,
 )
 
+# Marks of blocks: 0 hidden, 1 attended in part, as a mask function says, 2 attended whole but for all other limits.
+WHOLE: tl.constexpr = tl.constexpr(2)
+
 
 @records.jit
 def attend_listed(
@@ -29,29 +44,31 @@ def attend_listed(
     q: Query, keys: KeyRows, values: Rows, steps: TileRange, scores: ScoreTerms, dropout: Dropout,
     C: LoopShape, LISTED_K: tl.constexpr,
 ):  # fmt: skip
-    """Attend the tiles of `steps` whose block of LISTED_K keys is marked in `listed`, a row of bools.
+    """Attend the tiles of `steps` whose block of LISTED_K keys is marked in `listed`, a row of bytes (WHOLE).
 
     Tensors are contiguous, and not quantised. A tile lies in one block: BLOCK_N divides LISTED_K, and the origin is 0.
-    Of the other tiles nothing is read. Marked blocks that follow each other are one loop of attend's, which is
+    Of the other tiles nothing is read. Blocks that follow each other with one mark are one loop of attend's, which is
     pipelined: a branch around each tile would keep its loads from being under way before. Returns acc, row_max and
     row_sum.
     """
     PER_BLOCK: tl.constexpr = LISTED_K // C.BLOCK_N
     first_block, last_block = steps.first // PER_BLOCK, (steps.last + PER_BLOCK - 1) // PER_BLOCK
     begin = first_block  # of the marked blocks that end here
-    marked = tl.load(listed + first_block, mask=first_block < last_block, other=0).to(tl.int32) != 0
+    marked = tl.load(listed + first_block, mask=first_block < last_block, other=0).to(tl.int32)
     for block in range(first_block, last_block):
-        following = tl.load(listed + tl.minimum(block + 1, last_block - 1)).to(tl.int32) != 0
-        following = following & (block + 1 < last_block)
-        if marked & (following == 0):
+        following = tl.load(listed + tl.minimum(block + 1, last_block - 1)).to(tl.int32)
+        following = tl.where(block + 1 < last_block, following, 0)
+        if (marked != 0) & (following != marked):
             first, last = tl.maximum(begin * PER_BLOCK, steps.first), tl.minimum((block + 1) * PER_BLOCK, steps.last)
             whole = tl.minimum(tl.maximum(steps.full_begin, first), last)
             whole_end = tl.minimum(tl.maximum(steps.full_end, whole), last)
+            if scores.mods.MASK is not None:
+                whole_end = tl.where(marked == WHOLE, whole_end, whole)
             acc, row_max, row_sum = attend(
                 acc, row_max, row_sum, q, keys, values, Pages(),
                 steps._replace(first=first, full_begin=whole, full_end=whole_end, last=last), scores, dropout, C,
             )  # fmt: skip
-        begin = tl.where(marked, begin, block + 1)
+        begin = tl.where(following == marked, begin, block + 1)
         marked = following
     return acc, row_max, row_sum
 
@@ -60,12 +77,14 @@ def attend_listed(
     do_not_specialize=[
         "heads_q", "group", "seq_q", "seq_k", "row_tiles", "together", "tiles", "batches", "left", "right",
         "chunk", "threshold",
+        "size_0", "size_1", "size_2", "size_3", "size_4", "size_5", "size_6", "size_7",
     ]
 )  # fmt: skip
 def dense_forward(
     q, k, v, q_scale, k_scale, v_scale, out, lse,
     seqlens_q, seqlens_k, leftpad_q, leftpad_k, cu_seqlens_q, cu_seqlens_k,
-    alibi_slopes, sinks, bias, mask, block_mask, dropout_seed,
+    alibi_slopes, sinks, bias, mask, block_mask,
+    captured_0, captured_1, captured_2, captured_3, dropout_seed,
     scale, softcap, keep_scale,
     q_stride_b, q_stride_h, q_stride_s, q_stride_d,
     k_stride_b, k_stride_h, k_stride_s, k_stride_d,
@@ -78,6 +97,7 @@ def dense_forward(
     mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k,
     block_mask_stride_b, block_mask_stride_h, block_mask_stride_q,
     heads_q, group, seq_q, seq_k, row_tiles, together, tiles, batches, left, right, chunk, threshold,
+    size_0, size_1, size_2, size_3, size_4, size_5, size_6, size_7,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, MAIN: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_TAIL: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BIAS_BY_KEY: tl.constexpr,
@@ -87,6 +107,7 @@ def dense_forward(
     Q_OPERAND: tl.constexpr, SELECT: tl.constexpr, DROPS: tl.constexpr, OPERANDS: tl.constexpr,
     KV_FORMAT: tl.constexpr, KV_SCALES: tl.constexpr, Q_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr,
     P_TERMS: tl.constexpr, LISTED_Q: tl.constexpr, LISTED_K: tl.constexpr,
+    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
 ):  # fmt: skip
     """Attend BLOCK_M query rows of one head: one program, which takes several such tiles in turn on a persistent grid.
 
@@ -95,16 +116,17 @@ def dense_forward(
     of a right limit: keys up to `right` after the query's own position; WINDOW: keys from `left` before it on.
     chunk: None, or keys of a chunk, of which a row attends its own position's (in_chunk); WINDOW is then True.
     Formats and KV_SCALES are the Problem's; the scales' strides are None where there are no scales.
-    block_mask: None, or bools (B, Hq, blocks of LISTED_Q queries, blocks of LISTED_K keys), whose last axis is
+    block_mask: None, or marks (B, Hq, blocks of LISTED_Q queries, blocks of LISTED_K keys), whose last axis is
     contiguous: whether the rows of a block attend anything of the other. Tiles lie inside blocks. The strides
     are None where it is.
+    captured_0, …, size_0, …: the tensors that SCORE_MOD and MASK_MOD read, and their sizes (score_program.py); None
     together: heads whose row tiles are worked on side by side, where tiles differ in length.
     """
     if GRID == "persistent":
         rounds = tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0))
     else:
         rounds: tl.constexpr = 1
-    NATURAL: tl.constexpr = alibi_slopes is not None or bias is not None
+    NATURAL: tl.constexpr = alibi_slopes is not None or (bias is not None or SCORE_MOD is not None)
     for turn in range(rounds):
         tile = tl.program_id(0) + turn * tl.num_programs(0)
         row_tile = tile % row_tiles
@@ -156,6 +178,8 @@ def dense_forward(
         first_step, full_begin, full_end, last_step = kv_tile_range(
             near, far, low_near, low_far, k_first, BLOCK_N, WINDOW
         )
+        if MASK_MOD is not None and block_mask is None:
+            full_end = full_begin  # a mask function may hide something of every tile
 
         acc = tl.full([BLOCK_M, BLOCK_DV], 0.0, tl.float32)
         row_max, row_sum = init_softmax(sinks, head, True, BLOCK_M, EXP, NATURAL, MASK_VALUE)
@@ -228,7 +252,10 @@ def dense_forward(
             scores = ScoreTerms(
                 row_valid, row_start, row_end, positions, slopes, bias_rows, bias_stride_k, mask_rows, mask_stride_k,
                 score_scale, softcap, None, None, None,
-                WINDOW, SOFTCAP, BIAS_BY_KEY, MASK_BY_KEY, EXP, MASK_VALUE, False,
+                WINDOW, SOFTCAP, BIAS_BY_KEY, MASK_BY_KEY, EXP, MASK_VALUE, False, None, "masked",
+                ScoreMods(batch, head, q_first + shift, q_end - q_first, k_first, k_end - k_first,
+                          captured_0, captured_1, captured_2, captured_3, size_0, size_1, size_2, size_3,
+                          size_4, size_5, size_6, size_7, SCORE_MOD, MASK_MOD),
             )  # fmt: skip
             dropout = Dropout(
                 dropout_seed, batch * heads_q + head, row_0 - drop_row, drop_key, threshold, None, None, DROPS

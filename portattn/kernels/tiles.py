@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from portattn.kernels import records
-from portattn.kernels.arguments import LoopShape, Pages, Rows, ScoreTerms
+from portattn.kernels.arguments import LoopShape, Pages, Rows, ScoreMods, ScoreTerms
 from portattn.kernels.optional_constructs import describe_rows, load_block_columns, load_block_rows
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -256,9 +256,8 @@ def init_softmax(sinks, heads, counted,
 
 
 @triton.jit
-def apply_softcap(x, softcap):
-    """Return softcap·tanh(x / softcap) by common operations; below 1/4 a series to x⁹ (relative error 1e-8)."""
-    t = x / softcap
+def tanh(t):
+    """Return tanh(t) by common operations; below 1/4 a series to x⁹ (relative error 1e-8)."""
     size = tl.abs(t)
     decay = tl.exp(-2.0 * size)
     far = (1.0 - decay) / (1.0 + decay)
@@ -266,7 +265,21 @@ def apply_softcap(x, softcap):
     s = t * t
     near = size * (1.0 + s * (-1.0 / 3.0 + s * (2.0 / 15.0 + s * (-17.0 / 315.0 + s * (62.0 / 2835.0)))))
     magnitude = tl.where(size < 0.25, near, far)
-    return softcap * tl.where(t < 0.0, -magnitude, magnitude)
+    return tl.where(t < 0.0, -magnitude, magnitude)
+
+
+@triton.jit
+def apply_softcap(x, softcap):
+    return softcap * tanh(x / softcap)
+
+
+@records.jit
+def call_mod(score, positions, keys, mods: ScoreMods, FUNCTION: tl.constexpr):
+    """Call a score or mask function for a tile of scores; positions and keys broadcast with it."""
+    q_idx = tl.minimum(tl.maximum(positions - mods.first_row, 0), mods.rows - 1)
+    kv_idx = tl.minimum(tl.maximum(keys - mods.first_key, 0), mods.keys - 1)
+    return FUNCTION(score, mods.batch, mods.head, q_idx, kv_idx, mods.c0, mods.c1, mods.c2, mods.c3,
+                    mods.n0, mods.n1, mods.n2, mods.n3, mods.n4, mods.n5, mods.n6, mods.n7)  # fmt: skip
 
 
 @triton.jit
@@ -330,10 +343,13 @@ def in_tree(node, low, high):
 def final_scores(raw, keys, end, scores: ScoreTerms, NATURAL: tl.constexpr, CLAMPED: tl.constexpr):
     """Turn raw products [BLOCK_M, BLOCK_N] into scores in the base of `exponential`, with every additive feature.
 
-    In the order of the field: scaled, capped, minus slope·|distance|, plus bias. What is not asked for is None.
+    In the order of the field: scaled, capped, minus slope·|distance|, plus bias; a score function takes the scaled
+    score. What is not asked for is None.
     """
-    if scores.SOFTCAP or (scores.slopes is not None or scores.bias is not None):
+    if scores.SOFTCAP or (scores.slopes is not None or (scores.bias is not None or scores.mods.SCORE is not None)):
         x = raw * scores.scale
+        if scores.mods.SCORE is not None:
+            x = call_mod(x, scores.positions[:, None], keys[None, :], scores.mods, scores.mods.SCORE)
         if scores.SOFTCAP:
             x = apply_softcap(x, scores.softcap)
         if scores.slopes is not None:
@@ -357,7 +373,7 @@ def softmax_step(raw, start, end, row_max, row_sum, scores: ScoreTerms, BLOCK_N:
     """Take one step of the online softmax over raw scores [BLOCK_M, BLOCK_N] of the keys from `start` on.
 
     When LIMITED, rows attend the keys inside their limits; otherwise every real row attends all of them but for bias
-    and mask. A tree mask is applied when LIMITED alone. The probability of a key that is masked is 0, whatever the
+    and mask. A tree mask and a mask function are applied when LIMITED alone. The probability of a key that is masked is 0, whatever the
     row's other scores are. Where anything is masked a row that is not real gives weight to no key that is masked for
     all real ones.
 
@@ -367,7 +383,7 @@ def softmax_step(raw, start, end, row_max, row_sum, scores: ScoreTerms, BLOCK_N:
     Returns the probabilities against the new maximum, the factor for everything summed before, the new maximum, and the
     new sum.
     """
-    NATURAL: tl.constexpr = scores.slopes is not None or scores.bias is not None
+    NATURAL: tl.constexpr = scores.slopes is not None or (scores.bias is not None or scores.mods.SCORE is not None)
     keys = start + tl.arange(0, BLOCK_N)
     if LIMITED or (scores.mask is not None or scores.bias is not None):
         # Scaled before it is masked: a finite mask value must stay what it is, for row_max - base to be exactly 0.
@@ -381,6 +397,8 @@ def softmax_step(raw, start, end, row_max, row_sum, scores: ScoreTerms, BLOCK_N:
             keep = keep & (keys[None, :] >= scores.row_start[:, None])
         if LIMITED and scores.tree_low is not None:
             keep = keep & in_tree(keys - scores.tree_first, scores.tree_low, scores.tree_high)
+        if LIMITED and scores.mods.MASK is not None:
+            keep = keep & call_mod(raw, scores.positions[:, None], keys[None, :], scores.mods, scores.mods.MASK)
         if LIMITED and scores.slots is not None:
             keep = keep & is_key(scores.slots, keys, end, "slots", scores.READS)[None, :]
         if scores.mask is not None:
@@ -399,13 +417,15 @@ def softmax_step(raw, start, end, row_max, row_sum, scores: ScoreTerms, BLOCK_N:
             # A row that has seen no key yet, or NaN: -inf minus either would be NaN.
             base = tl.where(new_max > float("-inf"), new_max, 0.0)
             p = exponential(scaled - base[:, None], scores.EXP, NATURAL)
-    elif scores.SOFTCAP or scores.slopes is not None:
+    elif scores.SOFTCAP or (scores.slopes is not None or scores.mods.SCORE is not None):
         scaled = final_scores(raw, keys, end, scores, NATURAL, False)
         if value_logs is None:
             new_max = tl.maximum(row_max, tl.max(scaled, 1))
         else:
             new_max = tl.maximum(row_max, tl.max(scaled + value_logs[None, :], 1))
         base = new_max
+        if scores.mods.SCORE is not None and scores.MASK_VALUE != "finite":
+            base = tl.where(new_max > float("-inf"), new_max, 0.0)  # a function may give -inf for a whole row
         p = exponential(scaled - base[:, None], scores.EXP, NATURAL)
     else:
         # No score is masked, so the scale can go after the maximum and into the exponential's subtraction. The

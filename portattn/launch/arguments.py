@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from itertools import zip_longest
 from typing import Any
 
 import torch
 
+from portattn.kernels import score_program
 from portattn.launch.kernelcall import KernelCall
 from portattn.planning.kernel_specs.base import WARPS_APART
 from portattn.reference.dropout import threshold
 from portattn.schema.call import Call
 from portattn.schema.lowering import Launch
-from portattn.schema.ops import COMMON, FEATURES, ROWS
+from portattn.schema.ops import CAPTURED, COMMON, FEATURES, ROWS
 from portattn.schema.problem import Problem
 from portattn.schema.problem_limits import MAX_LENGTH, UNLIMITED
 
@@ -88,6 +90,19 @@ def scale_strides(call: Call, names: tuple[str, ...] = ("k_scale", "v_scale")) -
         given = (None,) * 3 if scale is None else (*scale.stride(), 0)[:3]
         found |= {f"{name}_stride_{axis}": stride for axis, stride in zip("bhs", given, strict=True)}
     return found
+
+
+CAPTURED_SIZES = tuple(f"size_{place}" for place in range(score_program.SIZES))
+
+
+def captured(call: Call) -> dict[str, torch.Tensor | None]:
+    """Return the tensors that the call's score and mask functions read."""
+    return {name: getattr(call, name) for name in CAPTURED}
+
+
+def captured_sizes(call: Call) -> dict[str, int | None]:
+    sizes = [size for tensor in captured(call).values() if tensor is not None for size in tensor.shape]
+    return dict(zip_longest(CAPTURED_SIZES, sizes))
 
 
 def alibi_stride(call: Call) -> dict[str, int]:

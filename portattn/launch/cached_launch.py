@@ -13,6 +13,7 @@ import torch
 
 from portattn.config import Settings
 from portattn.launch import KernelCall, load_kernels, native
+from portattn.kernels.score_program import with_functions
 from portattn.launch.driver_launch import SCRATCH, DriverLauncher
 from portattn.launch.native import dtype_codes
 from portattn.launch.run import DescriptorMemory, descriptor_memory, fresh_memory
@@ -222,7 +223,7 @@ def core_steps(
     names, buffers, steps = {id(out): "out", id(lse): "lse"}, {}, []
     for launch in launches:
         kernel = getattr(load_kernels(launch.module, interpreted=False), launch.function)
-        arguments, roles = {**launch.arguments, **pin_sizes(launch.constexprs)}, {}
+        arguments, roles = {**launch.arguments, **with_functions(pin_sizes(launch.constexprs))}, {}
         for argument, value in launch.arguments.items():
             if not isinstance(value, torch.Tensor):
                 continue

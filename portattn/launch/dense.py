@@ -6,7 +6,10 @@ import torch
 
 from portattn.launch.arguments import (
     alibi_stride,
+    CAPTURED_SIZES,
     block_strides,
+    captured,
+    captured_sizes,
     dropping,
     features,
     numbers,
@@ -28,7 +31,7 @@ MODULE = "portattn.kernels.dense"
 UNSPECIALISED = frozenset(
     {
         "heads_q", "group", "seq_q", "seq_k", "row_tiles", "together", "tiles", "batches", "left", "right", "chunk",
-        "threshold",
+        "threshold", *CAPTURED_SIZES,
     }
 )  # fmt: skip
 
@@ -47,14 +50,14 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
         "seqlens_q": call.seqlens_q, "seqlens_k": call.seqlens_k,
         "leftpad_q": call.leftpad_q, "leftpad_k": call.leftpad_k,
         "cu_seqlens_q": call.cu_seqlens_q, "cu_seqlens_k": call.cu_seqlens_k,
-        **features(call), "dropout_seed": call.dropout_seed, **numbers(call), "keep_scale": keep_scale,
+        **features(call), **captured(call), "dropout_seed": call.dropout_seed, **numbers(call), "keep_scale": keep_scale,
         **strides("q", call.q, "bhsd"), **strides("k", call.k, "bhsd"), **strides("v", call.v, "bhsd"),
         **scale_strides(call, ("q_scale", "k_scale", "v_scale")), **outer_strides("o", out, "bhs"),
         **alibi_stride(call), **score_strides(call), **block_strides(call),
         "heads_q": problem.heads_q, "group": problem.group,
         "seq_q": problem.query_rows[1], "seq_k": problem.seq_k if problem.total_k is None else problem.total_k,
         "row_tiles": row_tiles, "together": heads_together(problem, Registry.load().arch(plan.target)),
-        "tiles": tiles, "batches": problem.batch, **window(problem), "threshold": threshold,
+        "tiles": tiles, "batches": problem.batch, **window(problem), "threshold": threshold, **captured_sizes(call),
     }  # fmt: skip
     constexprs = kernel.constexprs(problem, lowering, launch)
     if kernel.form(lowering):

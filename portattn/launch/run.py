@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from portattn.errors import PortattnError
+from portattn.kernels.score_program import with_functions
 from portattn.launch import cudadriver
 from portattn.launch.kernelcall import KernelCall
 from portattn.planning.backend import Variant
@@ -233,9 +234,8 @@ def launch_all(launches: list[KernelCall], plan: Plan, q: torch.Tensor) -> None:
             kernel = getattr(load_kernels(launch.module, interpreted), launch.function)
             scratch = launch.constexprs.get("LOAD") == "descriptor" and not interpreted
             with descriptor_memory(fresh_memory(q.device)) if scratch else contextlib.nullcontext():
-                kernel[launch.grid](
-                    **launch.arguments, **launch.constexprs, **({} if interpreted else launch.options())
-                )
+                constants = with_functions(launch.constexprs)
+                kernel[launch.grid](**launch.arguments, **constants, **({} if interpreted else launch.options()))
 
 
 @contextlib.contextmanager

@@ -153,7 +153,7 @@ def by_block_mask(call: Call) -> Call:
         counted &= torch.arange(p.tokens, device=call.q.device) < call.counts[..., None]
     listed = torch.zeros(*call.indices.shape[:3], blocks + 1, dtype=torch.bool, device=call.q.device)
     listed.scatter_(3, torch.where(counted, call.indices, blocks).long(), True)
-    shown = listed[..., :-1].repeat_interleave(p.group, dim=1)
+    shown = listed[..., :-1].to(torch.int8).repeat_interleave(p.group, dim=1)
     problem = msgspec.structs.replace(p, op="attention", block_mask=True, block_q=1, tokens=0)
     return replace(call, problem=problem, block_mask=shown, indices=None, counts=None)
 
@@ -253,7 +253,8 @@ def _attend(
     for tile in tiling.tiles(rows, seen):
         scores = scores_of(tile.k).view(*shape, -1)
         if scored:
-            scores = with_terms(call, rows, tile.keys, tile.k, scores, tile.distance, tile.bias)
+            numbers = tiling.numbers(rows, tile.keys) if p.score_mod else None
+            scores = with_terms(call, rows, tile.keys, tile.k, scores, tile.distance, tile.bias, numbers)
         if tile.keep is not None:
             scores = scores.masked_fill(~tile.keep, float("-inf"))
         new_max = torch.maximum(row_max, scores.amax(dim=-1, keepdim=True)).detach()

@@ -31,8 +31,9 @@ from portattn.reference.blocks import (
     reach,
 )
 from portattn.reference.dropout import keep_mask
+from portattn.reference.score_functions import WHOLE, call_mod
 from portattn.schema.call import Call
-from portattn.schema.ops import ADDED, FEATURES
+from portattn.schema.ops import ADDED, BACKWARD, CAPTURED, FEATURES
 from portattn.schema.problem_limits import MAX_TREE
 
 
@@ -50,7 +51,7 @@ def in_tree(call: Call, rows: RowBlock, keys: KeyBlock, queries: Extent, all_key
 
 
 def in_blocks(call: Call, rows: RowBlock, keys: KeyBlock) -> torch.Tensor:
-    """Return which keys lie in blocks that each row's list names: bool (B, Hq, rows, keys)."""
+    """Return the marks of the blocks that scores lie in (kernels/dense.py): int8 (B, Hq, rows, keys)."""
     assert call.block_mask is not None
     p, device = call.problem, call.q.device
     down = torch.arange(rows.start, rows.stop, device=device) // p.block_q
@@ -94,11 +95,24 @@ class Tiling:
             rows = load_rows(self.call, self.q_extent, start, min(start + self.count, self.longest))
             yield rows, reach(self.call, self.q_extent, self.k_extent, rows.start, rows.stop, self.places)
 
+    def numbers(self, rows: RowBlock, keys: KeyBlock) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the numbers of queries and of keys in their sequences that score and mask functions take.
+
+        (B or 1, rows) and (B or 1, keys): a query of attention counts from its sequence's first, one of a cache as its
+        key does."""
+        call, first = self.call, self.q_extent.first
+        if call.problem.op in BACKWARD or call.problem.backward:
+            position = rows.position - first[:, None]
+        else:
+            position = _positions(call, rows, self.q_extent, self.k_extent)[:, 0, :, 0] - self.k_extent.first[:, None]
+        return position, keys.position[:, 0] - self.k_extent.first[:, None]
+
     def tiles(self, rows: RowBlock, seen: Reach) -> Iterator[Tile]:
         call, p = self.call, self.call.problem
         at = _positions(call, rows, self.q_extent, self.k_extent)
         for keys in key_blocks(call, self.k_extent, self.size, seen.begin, seen.end):
-            listed = None if call.block_mask is None else in_blocks(call, rows, keys)
+            marks = None if call.block_mask is None else in_blocks(call, rows, keys)
+            listed = None if marks is None else marks != 0
             if listed is not None and listed.device.type == "cpu" and not listed.any():
                 continue
             k, v = keys.k.to(self.dtype), keys.v.to(self.dtype)
@@ -108,13 +122,17 @@ class Tiling:
                 bias = call.bias[:, :, rows.start : rows.stop, keys.start : keys.stop].to(self.dtype)
             if call.alibi_slopes is not None or not open_to_all:
                 distance = at - keys.position[:, :, None]  # (B, 1 or Hq, rows, keys)
-            if not open_to_all or any(hides is not None for hides in (bias, call.mask, call.tree_mask, listed)):
+            hiding = (bias, call.mask, call.tree_mask, listed, p.mask_mod or None)
+            if not open_to_all or any(hides is not None for hides in hiding):
                 keep = _keep(call, rows, keys, distance, bias)
                 if p.chunk and not open_to_all:
                     first = self.k_extent.first[:, None, None, None]
                     keep = keep & ((at - first) // p.chunk == (keys.position[:, :, None] - first) // p.chunk)
                 if call.tree_mask is not None:
                     keep = keep & in_tree(call, rows, keys, self.q_extent, self.k_extent)
+                if p.mask_mod:
+                    shown = call_mod(call, p.mask_mod, *self.numbers(rows, keys))
+                    keep = keep & (shown if marks is None else shown | (marks == WHOLE))
                 if listed is not None:
                     keep = keep & listed
                 # Keys that no row attends can hold NaN, and 0·NaN is NaN in the output as well as in gradients.
@@ -169,7 +187,7 @@ SERIES_TERMS = 8
 
 def has_terms(call: Call) -> bool:
     given = any(getattr(call, name) is not None for name in ADDED)
-    return call.problem.softcap or call.problem.magicpig or given
+    return call.problem.softcap or call.problem.magicpig or bool(call.problem.score_mod) or given
 
 
 def finite_sinks(call: Call, dtype: torch.dtype) -> torch.Tensor:
@@ -186,6 +204,7 @@ def with_terms(
     products: torch.Tensor,
     distance: torch.Tensor | None,
     bias: torch.Tensor | None,
+    numbers: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Return scores (B, Hq, rows, keys) for the products Q·Kᵀ, with the terms in the documented order.
 
@@ -193,8 +212,12 @@ def with_terms(
         k: (B, H, keys, D), the keys of the products.
         distance: (B, 1 or Hq, rows, keys) int64, the query's position less the key's, for ALiBi.
         bias: (B, Hq, rows, keys).
+        numbers: of queries and keys, for a score function (Tiling.numbers).
     """
     scores = products * call.scale
+    if call.problem.score_mod:
+        assert numbers is not None
+        scores = call_mod(call, call.problem.score_mod, *numbers, scores)
     if call.problem.softcap:
         scores = call.softcap * torch.tanh(scores / call.softcap)
     if call.alibi_slopes is not None:
@@ -294,7 +317,7 @@ class Backward:
         self.q, self.keys = RowTensor.zeros(call, call.problem.head_dim), KeyGradients(call, tiling)
         self.scored = has_terms(call)
         self.found: dict[str, torch.Tensor] = {}
-        for name in (name for name in FEATURES if name in wanted and name != "bias"):
+        for name in (name for name in (*CAPTURED, *FEATURES) if name in wanted and name != "bias"):
             self.found[name] = torch.zeros_like(getattr(call, name), dtype=tiling.dtype)
         if call.bias is not None and "bias" in wanted:
             self.found["bias"] = call.bias.new_zeros(call.bias.shape)  # no element is part of two tiles
@@ -349,7 +372,7 @@ class Backward:
         q, v = queries.reshape(*block.grads.shape[:2], -1), tile.v.flatten(0, 1)
         k = tile.k.flatten(0, 1)
         products = torch.bmm(q, k.transpose(1, 2)).view(*shape, -1)
-        graph = _Graph(call, block.rows, tile, products) if self.scored else None
+        graph = _Graph(self.tiling, block.rows, tile, products) if self.scored else None
         scores = products * call.scale if graph is None else graph.scores.detach()
         probabilities = torch.exp(_hidden(tile, scores, float("-inf")) - block.base).mul_(block.inverse)
         of_probabilities = torch.bmm(block.grads, v.transpose(1, 2)).view_as(scores)
@@ -379,10 +402,14 @@ class Backward:
 class _Graph:
     """The scores of a tile, through which autograd computes the gradients of their terms."""
 
-    def __init__(self, call: Call, rows: RowBlock, tile: Tile, products: torch.Tensor) -> None:
+    def __init__(self, tiling: Tiling, rows: RowBlock, tile: Tile, products: torch.Tensor) -> None:
+        call, numbers = tiling.call, tiling.numbers(rows, tile.keys)
         given = {"products": products} | {name: getattr(call, name) for name in ADDED} | {"bias": tile.bias}
         if call.problem.magicpig:  # whose weights depend on the lengths of q and k as well
             given |= {"q": rows.q, "k": tile.k}
+        if call.problem.score_mod:
+            captured = {name: getattr(call, name) for name in CAPTURED}
+            given |= {name: each for name, each in captured.items() if each is not None and each.is_floating_point()}
         self.leaves = {
             name: tensor.detach().to(products.dtype).requires_grad_()
             for name, tensor in given.items()
@@ -390,13 +417,16 @@ class _Graph:
         }
         leaves = self.leaves
         added: dict[str, Any] = {name: leaves.get(name) for name in ADDED if name != "bias"}
+        added |= {name: leaves[name] for name in CAPTURED if name in leaves}
         made = replace(call, **added)
         rows, k = replace(rows, q=leaves.get("q", rows.q)), leaves.get("k", tile.k)
         with torch.enable_grad():
-            self.scores = with_terms(made, rows, tile.keys, k, leaves["products"], tile.distance, leaves.get("bias"))
+            self.scores = with_terms(made, rows, tile.keys, k, leaves["products"], tile.distance, leaves.get("bias"),
+                                     numbers)  # fmt: skip
 
     def gradients(self, of_scores: torch.Tensor) -> dict[str, torch.Tensor]:
-        found = torch.autograd.grad(self.scores, list(self.leaves.values()), of_scores)
+        leaves = list(self.leaves.values())
+        found = torch.autograd.grad(self.scores, leaves, of_scores, allow_unused=True, materialize_grads=True)
         return dict(zip(self.leaves, found, strict=True))
 
 

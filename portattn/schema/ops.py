@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
+from portattn.kernels import score_program
+
 if TYPE_CHECKING:
     import torch
 
@@ -58,7 +60,7 @@ class Flags(msgspec.Struct, frozen=True, kw_only=True):
     tree_mask: Annotated[
         bool, Feature("A tree mask of the new tokens is given", "scores", "sr", "int64", title="tree mask")
     ] = False
-    block_mask: Annotated[bool, Feature("A block mask is given", "scores", "bhmn", "bool", title="block mask")] = False
+    block_mask: Annotated[bool, Feature("A block mask is given", "scores", "bhmn", "int8", title="block mask")] = False
     return_lse: Annotated[bool, Feature("The log-sum-exp is returned as well", "result")] = False
 
 
@@ -76,6 +78,11 @@ class FeatureTensors:
     # (B,) int32 on q's device: padding rows before the first valid row; None: none
     leftpad_q: torch.Tensor | None = None
     leftpad_k: torch.Tensor | None = None
+    # Read by the score and mask functions, contiguous, at most 4 axes.
+    captured_0: torch.Tensor | None = None
+    captured_1: torch.Tensor | None = None
+    captured_2: torch.Tensor | None = None
+    captured_3: torch.Tensor | None = None
     log_weights: torch.Tensor | None = None  # (B, Hq, Lmax) float32, added to the scores of those tokens
     alibi_slopes: torch.Tensor | None = None  # (B, Hq) float32; stride 0 over B where all sequences have the same
     sinks: torch.Tensor | None = None  # (Hq,) float32: one more score of each row, without a value
@@ -84,8 +91,9 @@ class FeatureTensors:
     # (B, Sq) int64, packed (1, Tq): bit j of a query's word is set if the query attends key j of its sequence's last
     # keys, as many as its queries. Earlier keys are not masked.
     tree_mask: torch.Tensor | None = None
-    # (B, Hq, blocks of queries, blocks of keys) bool, broadcast by strides of 0, each row of blocks contiguous: whether
-    # a block's queries attend any key of the other block.
+    # (B, Hq, blocks of queries, blocks of keys) int8, broadcast by strides of 0, each row of blocks contiguous: marks of
+    # kernels/dense.py: whether a block's queries attend any key of the other block, and whether a mask function says
+    # which.
     block_mask: torch.Tensor | None = None
 
 
@@ -99,8 +107,10 @@ EVERY_SCORE = ("window", "chunk", *of_kinds("scores"))
 COMMON = of_kinds("scores", "row")
 # Tensors that are added to scores.
 ADDED = tuple(name for name in of_kinds("tokens", "scores") if FEATURES[name].floating)
+# Tensors that a call's score and mask functions read (kernels/score_program.py).
+CAPTURED = tuple(f"captured_{number}" for number in range(score_program.CAPTURES))
 # A Call's tensors that can have gradients.
-DIFFERENTIABLE = ("q", "k", "v", "q_rope", *(name for name, feature in FEATURES.items() if feature.floating))
+DIFFERENTIABLE = ("q", "k", "v", "q_rope", *CAPTURED, *(name for name, feature in FEATURES.items() if feature.floating))
 
 
 # Tensors whose presence is a field of the Problem under another name.
@@ -116,13 +126,16 @@ _NO_OPTION = frozenset({
     "dropout_seed",
     "forward_out", "forward_lse", "grad_out", "grad_lse", "grad_q", "grad_k", "grad_v", "grad_bias", "grad_slopes",
     "deterministic", "new_v", "positions", "block_size", "weights", "row_starts", "row_ends", "result", "sorted",
-    "block_rows", "block_starts", "block_chunks",
+    "block_rows", "block_starts", "block_chunks", "score_mod", "mask_mod", *CAPTURED,
 })  # fmt: skip
 
 # Optional arguments in the order in which errors name them: first without sizes, then compared with the scores' sizes.
 # `window` comes first of the latter, since it decides the causal mask.
 _NUMBERS = ("causal", "scale", "dropout_p", "dropout_seed", "return_lse", "num_splits")
-_SCORED = ("window", *(name for name in COMMON if FEATURES[name].axes), "chunk", "softcap", "block_size")
+_SCORED = (
+    "window", *(name for name in COMMON if FEATURES[name].axes), "chunk", "softcap", "block_size", *CAPTURED,
+    "score_mod", "mask_mod",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -248,10 +261,16 @@ _INDEXER: dict[str, Any] = {"heads_q": 5, "heads_k": 1, "head_dim": 40, "dtype":
 _ONE_HEAD: dict[str, Any] = {"heads_q": 1, "heads_k": 1, "head_dim": 1}
 
 _SCORES = ("scale", "causal", "window", "chunk", "softcap")
+_MODS = ("score_mod", "mask_mod")
+_CAPTURED = " ".join(CAPTURED)
 # Inputs of the gradients, and memory for dQ, dK and dV (schema/call.py).
 _GRADIENTS = "forward_out forward_lse grad_out grad_lse grad_q grad_k grad_v"
 _OPERANDS = "q_scale k_scale v_scale"  # of quantised q, k and v
 _STORED = "k_scale v_scale k_block_scale v_block_scale"  # of a quantised cache
+_FUNCTIONS = (
+    Expansion("score_mod", "portattn.api.score_functions:traced_score", ("score_mod", *CAPTURED)),
+    Expansion("mask_mod", "portattn.api.score_functions:traced_mask", ("mask_mod", *CAPTURED)),
+)
 _BLOCK_LISTS = {"indices": "block_indices", "counts": "block_counts"}
 _INVERTED = "block_rows block_starts block_chunks"  # the rows that list each block
 _LENGTH_NAMES = "seqlens_q seqlens_k leftpad_q leftpad_k"
@@ -264,11 +283,19 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
                 name="attention",
                 title="Dense",
                 tensors=_tensors(
-                    f"q k v {_OPERANDS} alibi_slopes sinks bias mask block_mask {_LENGTH_NAMES} dropout_seed"
+                    f"q k v {_OPERANDS} alibi_slopes sinks bias mask block_mask {_CAPTURED} {_LENGTH_NAMES}"
+                    " dropout_seed"
                 ),
-                values=(*_SCORES, "block_size", "dropout_p", "out_dtype", "return_lse", "layout"),
+                values=(*_SCORES, *_MODS, "block_size", "dropout_p", "out_dtype", "return_lse", "layout"),
                 expansions=(
-                    Expansion("block_mask", "portattn.api.masks:block_tensors", ("block_mask", "mask", "block_size")),
+                    Expansion(
+                        "block_mask", "portattn.api.masks:block_tensors",
+                        ("block_mask", "mask", "block_size", "mask_mod"),
+                    ),
+                    *_FUNCTIONS,
+                    Expansion(
+                        "mask_mod", "portattn.api.score_functions:block_marks", ("block_mask", "block_size"),
+                    ),
                 ),
                 validate="portattn.validate.dense:dense_call",
                 launches="portattn.launch.dense:calls",
@@ -283,9 +310,12 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
             OpRow(
                 name="varlen_attention",
                 title="Packed sequences",
-                tensors=_tensors(f"q k v {_OPERANDS} cu_seqlens_q cu_seqlens_k alibi_slopes sinks dropout_seed"),
-                values=("max_seqlen_q", "max_seqlen_k", *_SCORES, "dropout_p", "out_dtype", "return_lse"),
+                tensors=_tensors(
+                    f"q k v {_OPERANDS} cu_seqlens_q cu_seqlens_k alibi_slopes sinks {_CAPTURED} dropout_seed"
+                ),
+                values=("max_seqlen_q", "max_seqlen_k", *_SCORES, *_MODS, "dropout_p", "out_dtype", "return_lse"),
                 lengths=("max_seqlen_q", "max_seqlen_k"),
+                expansions=_FUNCTIONS,
                 validate="portattn.validate.varlen:varlen_call",
                 launches="portattn.launch.dense:calls",
                 needs=("total_q", "total_k"),
@@ -297,10 +327,10 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
                 title="Gradients of dense",
                 gradient_of="attention",
                 tensors=_tensors(
-                    f"q k v {_GRADIENTS} alibi_slopes grad_slopes sinks bias grad_bias mask {_LENGTH_NAMES}"
-                    " dropout_seed"
+                    f"q k v {_GRADIENTS} alibi_slopes grad_slopes sinks bias grad_bias mask block_mask {_CAPTURED}"
+                    f" {_LENGTH_NAMES} dropout_seed"
                 ),
-                values=(*_SCORES, "dropout_p", "deterministic", "return_lse", "layout"),
+                values=(*_SCORES, *_MODS, "block_size", "dropout_p", "deterministic", "return_lse", "layout"),
                 validate="portattn.validate.backward:dense_backward_call",
                 launches="portattn.launch.backward:calls",
                 canaries=(_PLAIN | _LENGTHS | _NO_LSE | {"mask": True}, _FEATURED | _LENGTHS | _NO_LSE),
@@ -310,9 +340,10 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
                 title="Gradients of packed",
                 gradient_of="varlen_attention",
                 tensors=_tensors(
-                    f"q k v {_GRADIENTS} cu_seqlens_q cu_seqlens_k alibi_slopes grad_slopes sinks dropout_seed"
+                    f"q k v {_GRADIENTS} cu_seqlens_q cu_seqlens_k alibi_slopes grad_slopes sinks {_CAPTURED}"
+                    " dropout_seed"
                 ),
-                values=("max_seqlen_q", "max_seqlen_k", *_SCORES, "dropout_p", "deterministic", "return_lse"),
+                values=("max_seqlen_q", "max_seqlen_k", *_SCORES, *_MODS, "dropout_p", "deterministic", "return_lse"),
                 lengths=("max_seqlen_q", "max_seqlen_k"),
                 validate="portattn.validate.backward:varlen_backward_call",
                 launches="portattn.launch.backward:calls",

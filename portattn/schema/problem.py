@@ -82,6 +82,8 @@ class Problem(Flags, metaclass=_ByKeyword, frozen=True, kw_only=True, forbid_unk
             indices: seq_k is always the same number), or for chosen blocks (block_sparse_attention)
         block_q, block_k: queries and keys of a block of block_mask; block_k also of a chosen block
         bias_by_key, mask_by_key: they are the same for every head and query of a sequence
+        score_mod, mask_mod: programs of the caller's functions of scores and masks (kernels/score_program.py)
+        grad_captured: tensors that these functions read have gradients that are requested
         num_splits: programs that share a row's keys, as the caller demands; 0: planning chooses
         aligned: rows are contiguous, and bases and outer strides are multiples of 16 bytes (for TMA)
         word_aligned: the same for a cache's rows, with 4 bytes (for a float32 scale inside them). For nvfp4 the blocks'
@@ -134,6 +136,9 @@ class Problem(Flags, metaclass=_ByKeyword, frozen=True, kw_only=True, forbid_unk
     mask_by_key: bool = False
     block_q: int = 128
     block_k: int = 128
+    score_mod: str = ""
+    mask_mod: str = ""
+    grad_captured: bool = False
     num_splits: int = 0
     kv_format: KvFormat = "as_q"
     kv_scales: KvScales = "none"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -9,11 +10,12 @@ from typing import Any, cast
 import torch
 
 from portattn.errors import ArgumentError
+from portattn.kernels import score_program
 from portattn.schema.call import Call
-from portattn.schema.ops import FEATURES, ROWS
+from portattn.schema.ops import CAPTURED, FEATURES, ROWS
 from portattn.schema.problem import Problem
 from portattn.schema.problem_limits import MAX_TREE, UNLIMITED, chunk_or_none
-from portattn.schema.tensors import INT32_MAX
+from portattn.schema.tensors import INT32_MAX, TRITON_DTYPE
 from portattn.validate.checks import (
     DTYPES,
     as_tensor,
@@ -227,7 +229,7 @@ class Features:
         self._add("tree_mask", mask.expand(1 if scores.packed else batch, shape[-1]))
 
     def block_mask(self, blocks: Any, scores: Scores) -> None:
-        self._tensor("block_mask", blocks, (torch.bool,))  # api/masks.py has made it
+        self._tensor("block_mask", blocks, (torch.int8,))  # api/masks.py has made it
         self._add("block_mask", blocks)  # `block_size` looks at its shape
 
     def block_size(self, size: Any, scores: Scores) -> None:
@@ -250,6 +252,49 @@ class Features:
         if across > 1 and blocks.stride(3) != 1:  # as a compiler may have laid it out: kernels step by 1
             blocks = blocks.contiguous()
         self.call["block_mask"] = blocks.expand(scores.batch, scores.heads, down, across)
+
+    def score_mod(self, text: Any, scores: Scores) -> None:
+        self._program("score_mod", text, "f")
+
+    def mask_mod(self, text: Any, scores: Scores) -> None:
+        self._program("mask_mod", text, "b")
+
+    def _program(self, name: str, text: Any, kind: str) -> None:
+        """Check a program and the tensors that it reads: api/score_functions.py, or an exported graph, has made them."""
+        try:
+            program = score_program.parse(text)
+        except (ValueError, TypeError) as error:
+            limit = f"must be a function, or a program of one: {error}"
+            raise ArgumentError(self.op, name, type(text).__name__, limit) from error
+        if program.kind != kind:
+            limit = "must return a floating-point score" if kind == "f" else "must return a bool"
+            raise ArgumentError(self.op, name, program.kind, limit)
+        place = 0
+        for number, tensor in enumerate(self.asked.get(given) for given in CAPTURED):
+            if tensor is not None and not isinstance(tensor, torch.Tensor):
+                raise ArgumentError(self.op, CAPTURED[number], type(tensor).__name__, "must be a torch.Tensor")
+            own = program.captures.get(number)
+            if own is not None and (tensor is None or (tensor.ndim, place) != own[1:]):
+                shape = None if tensor is None else tuple(tensor.shape)
+                limit = f"must have the {own[1]} axes that {name}'s program reads"
+                raise ArgumentError(self.op, CAPTURED[number], shape, limit)
+            place += 0 if tensor is None else tensor.ndim
+        self.problem[name] = text
+
+    def _captured(self, name: str, tensor: Any, scores: Scores) -> None:
+        self._tensor(name, tensor, (*TRITON_DTYPE, torch.float64))
+        if not tensor.numel():
+            raise ArgumentError(self.op, f"{name}.shape", tuple(tensor.shape), "must have elements: a function reads it")
+        self.call[name] = tensor.contiguous()
+        if tensor.is_floating_point():
+            self.floating.append(tensor)
+            if wants_gradients(tensor):
+                self.problem["grad_captured"] = True
+
+    captured_0 = functools.partialmethod(_captured, "captured_0")
+    captured_1 = functools.partialmethod(_captured, "captured_1")
+    captured_2 = functools.partialmethod(_captured, "captured_2")
+    captured_3 = functools.partialmethod(_captured, "captured_3")
 
     def _tensor(self, name: str, tensor: Any, dtypes: tuple[torch.dtype, ...]) -> None:
         if not isinstance(tensor, torch.Tensor):

@@ -294,6 +294,9 @@ def source(function: Any, signature: dict[str, Any], backend: str) -> ASTSource:
     names = function.arg_names
     types = {name: signature["types"].get(name, "constexpr") for name in names}
     constants = {name: signature["constants"][name] for name in names if name in signature["constants"]}
+    made = getattr(sys.modules.get(function.fn.__module__), "with_functions", None)
+    if made is not None:  # constants of portattn's kernels that are programs' texts
+        constants = made(constants)
     attributes = _attributes(function, types, constants, signature, backend)
     if VERSION < (3, 3):
         run_time = {name: kind for name, kind in types.items() if kind != "constexpr"}

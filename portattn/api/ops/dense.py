@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from portattn.api.masks import BlockMask
@@ -29,6 +31,8 @@ def attention(
     bias: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
     block_mask: BlockMask | None = None,
+    score_mod: Callable[..., torch.Tensor] | None = None,
+    mask_mod: Callable[..., torch.Tensor] | None = None,
     seqlens_q: torch.Tensor | None = None,
     seqlens_k: torch.Tensor | None = None,
     leftpad_q: torch.Tensor | None = None,
@@ -69,9 +73,16 @@ def attention(
         bias: added to the scores; q's dtype or float32, broadcast to (B, Hq, Sq, Sk). -inf masks, even a NaN key
         mask: bool, broadcast to (B, Hq, Sq, Sk): True = attend
         block_mask: lists of the blocks of keys that each block of queries attends: a portattn.BlockMask, or torch's
-            (torch.nn.attention.flex_attention), whose mask_mod is then computed as a mask at each call. Blocks that no
-            list names are hidden, and skipped; inside the others, mask and all other arguments apply. Blocks count from
-            the first row and key, so left padding goes without
+            (torch.nn.attention.flex_attention) with its mask_mod. Blocks that no list names are hidden, and skipped;
+            inside the others, mask and all other arguments apply, but mask_mod not in blocks of the full lists. Blocks
+            count from the first row and key, so left padding goes without
+        score_mod: function (score, b, h, q_idx, kv_idx) -> score of FlexAttention's signature, of single numbers:
+            score float32, already scaled, the others int32: numbers of the sequence, the query head, the query and the
+            key, which count from a sequence's first. softcap, alibi_slopes and bias apply to its result. It may read
+            tensors on q's device, at most 4 with 8 axes together, which can have gradients. It is traced (torch
+            operations on numbers, indices of tensors, torch.where instead of if), and compiled into the kernel
+        mask_mod: function (b, h, q_idx, kv_idx) -> bool, traced likewise: True = attend. No mask is stored: blocks that
+            it hides are found once for a function, sizes and tensors, and skipped
         seqlens_q, seqlens_k: (B,) int32 on q's device: valid rows of each sequence; the rest is padding, which is never
             attended and, as a query, gives 0. Causal alignment is each sequence's own
         leftpad_q, leftpad_k: (B,) int32: padding rows before a sequence's first valid row (left-padded batches)
@@ -134,6 +145,8 @@ def varlen_attention(
     softcap: Number | None = None,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    score_mod: Callable[..., torch.Tensor] | None = None,
+    mask_mod: Callable[..., torch.Tensor] | None = None,
     dropout_p: Number = 0.0,
     dropout_seed: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
@@ -167,6 +180,7 @@ def varlen_attention(
         softcap: scores become softcap·tanh(score / softcap); None or 0 for none
         alibi_slopes: (Hq,) or (B, Hq) float32: scores lose slope·|distance| (ALiBi)
         sinks: (Hq,) float32 or q's dtype: one more score of each row, without a value; the LSE counts it
+        score_mod, mask_mod: as of `attention`; b is the sequence's number. mask_mod is computed for every score
         dropout_p, dropout_seed: as of `attention`, by positions in each sequence
         out_dtype: of quantised q: torch.bfloat16 or torch.float16; None for bfloat16 of float8 numbers, and for v's
             dtype beside int8. Otherwise None or q's dtype

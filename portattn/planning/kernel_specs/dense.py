@@ -36,7 +36,7 @@ class DenseForward(CoreKernel):
     function = "dense_forward"
     op = "attention"
     takes = TAKES | SCORED | score_tensors(op) | {
-        "seqlens_q", "leftpad_q", "leftpad_k", "needs_grad", "dropout", "kv_format",
+        "seqlens_q", "leftpad_q", "leftpad_k", "needs_grad", "dropout", "kv_format", "score_mod", "mask_mod",
     }  # fmt: skip
     choices: tuple[str, ...] = (
         "load", "k_tile", "block_order", "exp", "mask_value", "dot_precision", "grid", "pipeline", "select",
@@ -73,6 +73,8 @@ class DenseForward(CoreKernel):
             "P_TERMS": 2 if problem.v_format != "as_q" and problem.dtype == "fp16" else 1,
             "LISTED_Q": problem.block_q if problem.block_mask else 0,
             "LISTED_K": problem.block_k if problem.block_mask else 0,
+            "SCORE_MOD": problem.score_mod or None,
+            "MASK_MOD": problem.mask_mod or None,
         }
 
     def read(self, problem: Problem, lowering: Lowering) -> tuple[str, ...]:
@@ -117,7 +119,9 @@ class VarlenForward(DenseForward):
 
     name = "varlen_forward"
     op = "varlen_attention"
-    takes = TAKES | SCORED | score_tensors(op) | {"needs_grad", "dropout", "kv_format"}
+    takes = TAKES | SCORED | score_tensors(op) | {
+        "needs_grad", "dropout", "kv_format", "score_mod", "mask_mod",
+    }  # fmt: skip
     choices: tuple[str, ...] = tuple(name for name in DenseForward.choices if name != "warps")
     forms = ()
 

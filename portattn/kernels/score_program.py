@@ -1,0 +1,322 @@
+"""Score and mask functions as programs: text in a Problem, a Triton function where a kernel is compiled.
+
+A program is in static single assignment form, one statement a line:
+
+    c0 f 2 0            captured tensor 0 holds floats and has two axes, whose sizes are numbers 0 and 1 of a call's
+    t0 i load c0 h q_idx
+    t1 f mul score 0.5
+    out t1
+
+Operands are earlier values, the inputs score, b, h, q_idx and kv_idx (of a derivative also grad), or literals. Kinds are
+f (float32; of a float64 call float64), i (int32), l (int64) and b (bool). Captured tensors are contiguous, and a call's
+score and mask function share their numbers. Indices outside a captured tensor count as torch's negative ones, then as
+the nearest element: no program reads outside its tensors.
+
+Standard library alone: Triton is imported where a function is made.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import linecache
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+INPUTS = ("score", "b", "h", "q_idx", "kv_idx")
+KINDS = ("f", "i", "l", "b")
+KINDS_OF_NUMBERS: Mapping[type, str] = {float: "f", int: "i", bool: "b"}
+CAPTURES = 4  # captured tensors of a call
+SIZES = 8  # axes of all of them
+# Constants of kernels that hold a program's text, and are Triton functions when a kernel is compiled.
+FUNCTIONS = ("SCORE_MOD", "MASK_MOD", "SCORE_GRADIENT")
+
+# Operations: Triton's expression for the operands {0}, {1}, …
+EXPRESSIONS: Mapping[str, str] = {
+    "add": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}", "div": "{0} / {1}", "neg": "-{0}",
+    "abs": "tl.abs({0})", "minimum": "tl.minimum({0}, {1})", "maximum": "tl.maximum({0}, {1})",
+    "floordiv": "floor_divide({0}, {1})", "mod": "modulo({0}, {1})",
+    "positive_floordiv": "{0} // {1}", "positive_mod": "{0} % {1}",
+    "float_floordiv": "tl.floor({0} / {1})", "float_mod": "{0} - tl.floor({0} / {1}) * {1}",
+    "exp": "tl.exp({0})", "exp2": "tl.exp2({0})", "log": "tl.log({0})", "log2": "tl.log2({0})",
+    "sqrt": "tl.sqrt({0})", "sin": "tl.sin({0})", "cos": "tl.cos({0})", "tanh": "tanh({0})",
+    "sigmoid": "1.0 / (1.0 + tl.exp(-{0}))", "erf": "tl.erf({0})", "floor": "tl.floor({0})", "ceil": "tl.ceil({0})",
+    "where": "tl.where({0}, {1}, {2})",
+    "eq": "{0} == {1}", "ne": "{0} != {1}", "lt": "{0} < {1}", "le": "{0} <= {1}", "gt": "{0} > {1}",
+    "ge": "{0} >= {1}",
+    "and": "{0} & {1}", "or": "{0} | {1}", "xor": "{0} ^ {1}", "not": "({0} == 0)",
+    "lshift": "{0} << {1}", "rshift": "{0} >> {1}",
+    "to_f": "({0}).to(tl.float32)", "to_i": "({0}).to(tl.int32)", "to_l": "({0}).to(tl.int64)", "to_b": "{0} != 0",
+}  # fmt: skip
+
+_HELPERS = '''\
+@triton.jit
+def floor_divide(a, b):
+    quotient = a // b
+    return tl.where((quotient * b != a) & ((a < 0) != (b < 0)), quotient - 1, quotient)
+
+
+@triton.jit
+def modulo(a, b):
+    return a - floor_divide(a, b) * b
+
+
+@triton.jit
+def inside(index, size):
+    index = tl.where(index < 0, index + size, index)
+    return tl.minimum(tl.maximum(index, 0), size - 1)
+
+
+'''
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    name: str
+    kind: str
+    op: str
+    operands: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return " ".join((self.name, self.kind, self.op, *self.operands))
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    # Of each captured tensor, by its number: kind, rank, and the number of its first size among a call's.
+    captures: Mapping[int, tuple[str, int, int]]
+    nodes: tuple[Node, ...]
+    result: str
+
+    def __str__(self) -> str:
+        heads = [f"c{number} {kind} {rank} {first}" for number, (kind, rank, first) in sorted(self.captures.items())]
+        return "\n".join([*heads, *map(str, self.nodes), f"out {self.result}"])
+
+    @property
+    def kind(self) -> str:
+        """Return the kind of the result."""
+        kinds = {node.name: node.kind for node in self.nodes} | dict.fromkeys(INPUTS, "i") | {"score": "f", "grad": "f"}
+        number = literal(self.result)
+        return kinds[self.result] if number is None else KINDS_OF_NUMBERS[type(number)]
+
+    def uses(self, name: str) -> bool:
+        """Return whether the result depends on an input."""
+        wanted = {self.result}
+        for node in reversed(self.nodes):
+            if node.name in wanted:
+                wanted.update(node.operands)
+        return name in wanted
+
+
+_VALUE = re.compile(r"t\d+")
+_CAPTURED = re.compile(rf"c[0-{CAPTURES - 1}]")
+_NUMBER = re.compile(r"-?(\d+(\.\d*)?(e[+-]?\d+)?|inf)|nan|True|False")
+
+
+@functools.lru_cache(maxsize=1024)
+def parse(text: str) -> Program:
+    """Return the program of a text. Raise ValueError for a text that is none, which must not become Triton source."""
+    captures: dict[int, tuple[str, int, int]] = {}
+    nodes: list[Node] = []
+    known, result = {*INPUTS, "grad"}, ""
+    for line in text.splitlines():
+        name, *words = line.split()
+        if name == "out" and len(words) == 1:
+            result = words[0]
+        elif _CAPTURED.fullmatch(name) and len(words) == 3 and words[0] in KINDS and not nodes:
+            captures[int(name[1:])] = (words[0], int(words[1]), int(words[2]))
+            known.add(name)
+        elif _VALUE.fullmatch(name) and len(words) > 2 and words[0] in KINDS and words[1] in (*EXPRESSIONS, "load"):
+            if bad := [word for word in words[2:] if word not in known and not _NUMBER.fullmatch(word)]:
+                raise ValueError(f"line {line!r} has the operand {bad[0]!r}, which is no earlier value")
+            nodes.append(Node(name, words[0], words[1], tuple(words[2:])))
+            known.add(name)
+        else:
+            raise ValueError(f"line {line!r} is no statement of a program")
+    if result not in known and not _NUMBER.fullmatch(result):
+        raise ValueError("it has no result")
+    return Program(captures, tuple(nodes), result)
+
+
+def literal(word: str) -> bool | int | float | None:
+    """Return the number that an operand names; None for a value or an input."""
+    if not _NUMBER.fullmatch(word):
+        return None
+    if word in ("True", "False"):
+        return word == "True"
+    return int(word) if word.lstrip("-").isdigit() else float(word)
+
+
+class _Differentiation:
+    """Reverse-mode differentiation of a program by its score: adjoints are added up from the result to the score."""
+
+    def __init__(self, program: Program) -> None:
+        self.nodes, self.kinds = list(program.nodes), {node.name: node.kind for node in program.nodes}
+        self.adjoints: dict[str, str] = {program.result: "grad"}
+
+    def make(self, op: str, *operands: str, kind: str = "f") -> str:
+        name = f"t{len(self.nodes)}"
+        self.nodes.append(Node(name, kind, op, operands))
+        return name
+
+    def add(self, operand: str, amount: str) -> None:
+        """Add an amount to the adjoint of an operand that depends on the score."""
+        if operand != "score" and self.kinds.get(operand) != "f":
+            return
+        before = self.adjoints.get(operand)
+        self.adjoints[operand] = amount if before is None else self.make("add", before, amount)
+
+    def differentiate(self, node: Node) -> None:
+        g, out, make = self.adjoints[node.name], node.name, self.make
+        x = node.operands[0]
+        y = node.operands[1] if len(node.operands) > 1 else ""
+        match node.op:
+            case "add":
+                self.add(x, g)
+                self.add(y, g)
+            case "sub":
+                self.add(x, g)
+                self.add(y, make("neg", g))
+            case "mul":
+                self.add(x, make("mul", g, y))
+                self.add(y, make("mul", g, x))
+            case "div":
+                self.add(x, make("div", g, y))
+                self.add(y, make("neg", make("div", make("mul", g, out), y)))
+            case "neg":
+                self.add(x, make("neg", g))
+            case "abs":
+                signed = make("where", make("lt", x, "0.0", kind="b"), make("neg", g), g)
+                self.add(x, make("where", make("eq", x, "0.0", kind="b"), "0.0", signed))
+            case "minimum" | "maximum":
+                half = make("where", make("eq", x, y, kind="b"), make("mul", g, "0.5"), "0.0")
+                first = make("lt" if node.op == "minimum" else "gt", x, y, kind="b")
+                last = make("gt" if node.op == "minimum" else "lt", x, y, kind="b")
+                self.add(x, make("where", first, g, half))
+                self.add(y, make("where", last, g, half))
+            case "where":
+                self.add(node.operands[1], make("where", x, g, "0.0"))
+                self.add(node.operands[2], make("where", x, "0.0", g))
+            case "exp":
+                self.add(x, make("mul", g, out))
+            case "exp2":
+                self.add(x, make("mul", make("mul", g, out), "0.6931471805599453"))
+            case "log":
+                self.add(x, make("div", g, x))
+            case "log2":
+                self.add(x, make("div", make("mul", g, "1.4426950408889634"), x))
+            case "sqrt":
+                self.add(x, make("div", make("mul", g, "0.5"), out))
+            case "sin":
+                self.add(x, make("mul", g, make("cos", x)))
+            case "cos":
+                self.add(x, make("neg", make("mul", g, make("sin", x))))
+            case "tanh":
+                self.add(x, make("mul", g, make("sub", "1.0", make("mul", out, out))))
+            case "sigmoid":
+                self.add(x, make("mul", g, make("mul", out, make("sub", "1.0", out))))
+            case "erf":  # 2/√π · exp(−x²)
+                slope = make("mul", make("exp", make("neg", make("mul", x, x))), "1.1283791670955126")
+                self.add(x, make("mul", g, slope))
+            case "float_mod":
+                self.add(x, g)
+            # Rounding has a derivative of 0; so have comparisons, whose values are no floats.
+
+
+@functools.lru_cache(maxsize=1024)
+def gradient(text: str) -> str:
+    """Return the program of `grad` times the derivative of a score function by its score."""
+    program = parse(text)
+    work = _Differentiation(program)
+    depends = {"score"}
+    for node in program.nodes:
+        if node.kind == "f" and depends & {*node.operands}:
+            depends.add(node.name)
+    for node in reversed(program.nodes):
+        if node.name in work.adjoints and node.name in depends:
+            work.differentiate(node)
+    return str(_pruned(Program(program.captures, tuple(work.nodes), work.adjoints.get("score", "0.0"))))
+
+
+def _pruned(program: Program) -> Program:
+    """Return the program without nodes that its result does not depend on."""
+    wanted, kept = {program.result}, []
+    for node in reversed(program.nodes):
+        if node.name in wanted:
+            wanted.update(node.operands)
+            kept.append(node)
+    captures = {number: shape for number, shape in program.captures.items() if f"c{number}" in wanted}
+    return Program(captures, tuple(reversed(kept)), program.result)
+
+
+def _operand(word: str) -> str:
+    number = literal(word)
+    return f'float("{word}")' if isinstance(number, float) and word.lstrip("-") in ("inf", "nan") else word
+
+
+def _load(node: Node, kind: str, sizes: list[str]) -> str:
+    """Return the expression of a captured tensor's element, whose index is made of one operand for each axis."""
+    at = []
+    for word, size in zip(node.operands[1:], sizes, strict=True):
+        number = literal(word)
+        if word in INPUTS or (number is not None and number >= 0):
+            at.append(f"tl.minimum({word}, {size} - 1)")
+        else:
+            at.append(f"inside({word}, {size})")
+    place, step = node.operands[0], ""
+    for axis in range(len(at) - 1, 0, -1):
+        step = f"{step} * {sizes[axis]}" if step else f"{sizes[axis]}"
+        at[axis - 1] = f"({at[axis - 1]}).to(tl.int64) * ({step})"
+    loaded = f"tl.load({' + '.join([place, *at])})"
+    return {"f": f"{loaded}.to(tl.float32)", "i": f"{loaded}.to(tl.int32)", "l": f"{loaded}.to(tl.int64)",
+            "b": f"({loaded}.to(tl.int32) != 0)"}[kind]  # fmt: skip
+
+
+def triton_source(program: Program, name: str, derivative: bool) -> str:
+    """Return the Triton function of a program.
+
+    It takes score (a tile), b, h, q_idx and kv_idx (int32, which broadcast with the tile), the captured tensors'
+    pointers, their sizes, and of a derivative `grad`. A score function's result has the tile's shape."""
+    parameters = [*INPUTS, *(f"c{n}" for n in range(CAPTURES)), *(f"n{n}" for n in range(SIZES))]
+    lines = [f"def {name}({', '.join([*parameters, *(['grad'] if derivative else [])])}):"]
+    for node in program.nodes:
+        if node.op == "load":
+            kind, rank, first = program.captures[int(node.operands[0][1:])]
+            made = _load(node, kind, [f"n{first + axis}" for axis in range(rank)])
+        else:
+            made = EXPRESSIONS[node.op].format(*map(_operand, node.operands))
+        lines.append(f"    {node.name} = {made}")
+    result = _operand(program.result)
+    if result in ("True", "False"):
+        result = f"(kv_idx == kv_idx) & {result}" if result == "True" else "kv_idx != kv_idx"
+    elif program.kind == "f" and not (program.uses("score") or program.uses("grad")):
+        result = f"tl.where(score == score, {result}, {result})"
+    return "\n".join(["@triton.jit", *lines, f"    return {result}", ""])
+
+
+@functools.lru_cache(maxsize=1024)
+def _function(text: str, derivative: bool) -> Any:
+    import triton
+    import triton.language as tl
+
+    from portattn.kernels.tiles import tanh
+
+    # Triton's cache keys have the name of a function that is a constant, and not its text.
+    program = parse(gradient(text) if derivative else text)
+    name = f"f_{hashlib.sha256(triton_source(program, 'f', derivative).encode()).hexdigest()[:20]}"
+    source, file = _HELPERS + triton_source(program, name, derivative), f"<portattn score program {name}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    scope: dict[str, Any] = {"triton": triton, "tl": tl, "tanh": tanh, "__name__": __name__}
+    exec(compile(source, file, "exec", dont_inherit=True), scope)
+    return scope[name]
+
+
+def with_functions(constants: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a kernel's constants with Triton functions in the place of programs' texts."""
+    found = dict(constants)
+    for name in FUNCTIONS:
+        if found.get(name):
+            found[name] = _function(found[name], name == "SCORE_GRADIENT")
+    return found

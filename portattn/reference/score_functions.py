@@ -1,0 +1,122 @@
+"""Score and mask functions as torch operations: programs of kernels/score_program.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from portattn.kernels.score_program import literal, parse
+from portattn.schema.call import Call
+from portattn.schema.ops import CAPTURED
+
+_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div, "neg": torch.neg, "abs": torch.abs,
+    "minimum": torch.minimum, "maximum": torch.maximum, "mod": torch.remainder, "float_mod": torch.remainder,
+    "positive_mod": torch.remainder, "exp": torch.exp, "exp2": torch.exp2, "log": torch.log, "log2": torch.log2,
+    "sqrt": torch.sqrt, "sin": torch.sin, "cos": torch.cos, "tanh": torch.tanh, "sigmoid": torch.sigmoid,
+    "erf": torch.erf, "floor": torch.floor, "ceil": torch.ceil, "where": torch.where, "eq": torch.eq, "ne": torch.ne,
+    "lt": torch.lt, "le": torch.le, "gt": torch.gt, "ge": torch.ge, "and": torch.bitwise_and, "or": torch.bitwise_or,
+    "xor": torch.bitwise_xor, "not": torch.logical_not, "lshift": torch.bitwise_left_shift,
+    "rshift": torch.bitwise_right_shift,
+    **dict.fromkeys(
+        ("floordiv", "positive_floordiv", "float_floordiv"), lambda a, b: torch.div(a, b, rounding_mode="floor")
+    ),
+}  # fmt: skip
+
+
+def evaluate(text: str, inputs: Mapping[str, torch.Tensor], captured: Mapping[str, torch.Tensor | None]) -> torch.Tensor:
+    """Return a program's result for inputs that broadcast with each other, in the dtype of the scores.
+
+    Args:
+        inputs: score, b, h, q_idx and kv_idx; without a score, of a mask function, floats are float32.
+        captured: the call's tensors by name."""
+    program = parse(text)
+    some = inputs["q_idx"]
+    floats = inputs["score"].dtype if "score" in inputs else torch.float32
+    dtypes = {"f": floats, "i": torch.int32, "l": torch.int64, "b": torch.bool}
+    values: dict[str, torch.Tensor] = dict(inputs)
+
+    def value(word: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        number = literal(word)
+        if number is None:
+            return values[word]
+        return torch.tensor(number, dtype=dtype if isinstance(number, float) else None, device=some.device)
+
+    for node in program.nodes:
+        if node.op == "load":
+            tensor = captured[CAPTURED[int(node.operands[0][1:])]]
+            assert tensor is not None
+            at = [_inside(value(word), size) for word, size in zip(node.operands[1:], tensor.shape, strict=True)]
+            values[node.name] = (tensor[tuple(at)] if at else tensor).to(dtypes[node.kind])
+        elif node.op.startswith("to_"):
+            values[node.name] = value(node.operands[0]).to(dtypes[node.kind])
+        else:
+            given = [value(word, floats) for word in node.operands]
+            values[node.name] = _FUNCTIONS[node.op](*given).to(dtypes[node.kind])
+    return value(program.result, floats)
+
+
+def _inside(index: torch.Tensor, size: int) -> torch.Tensor:
+    index = index.long()
+    return torch.where(index < 0, index + size, index).clamp(0, size - 1)
+
+
+def call_mod(
+    call: Call, text: str, position: torch.Tensor, keys: torch.Tensor, scores: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return a call's score or mask function for a tile of scores (B, Hq, rows, keys).
+
+    Args:
+        position, keys: numbers of the queries (B or 1, rows) and of the keys (B or 1, keys) in their sequences."""
+    p, device = call.problem, position.device
+    inputs = {
+        "b": torch.arange(p.batch, dtype=torch.int32, device=device)[:, None, None, None],
+        "h": torch.arange(p.heads_q, dtype=torch.int32, device=device)[None, :, None, None],
+        "q_idx": position.int()[:, None, :, None],
+        "kv_idx": keys.int()[:, None, None, :],
+    }
+    if scores is not None:
+        inputs["score"] = scores
+    found = evaluate(text, inputs, {name: getattr(call, name) for name in CAPTURED})
+    return found if scores is None else found.expand_as(scores)
+
+
+# Marks of blocks: 0 hidden, 1 attended in part, 2 attended whole, whatever the mask function gives.
+WHOLE = 2
+MARK_ELEMENTS = 2**24  # scores whose mask is computed at a time
+
+
+def block_marks(
+    text: str, captured: Mapping[str, torch.Tensor | None], sizes: tuple[int, int, int, int], block: tuple[int, int],
+    device: torch.device,
+) -> torch.Tensor:  # fmt: skip
+    """Return the marks of blocks (kernels/dense.py) of a mask function, int8 (B or 1, Hq or 1, blocks, blocks).
+
+    Args:
+        sizes: (B, Hq, Sq, Sk); block: queries and keys of a block."""
+    program, (batch, heads, rows, keys) = parse(text), sizes
+    batch, heads = batch if program.uses("b") else 1, heads if program.uses("h") else 1
+    down, across = (-(-rows // block[0]), -(-keys // block[1]))
+    marks = torch.zeros(batch, heads, down, across, dtype=torch.int8, device=device)
+    whole = across * block[1]
+    step = max(MARK_ELEMENTS // max(batch * heads * whole, 1) // block[0], 1)
+
+    def numbers(count: int, *shape: int, first: int = 0) -> torch.Tensor:
+        return torch.arange(first, first + count, dtype=torch.int32, device=device).view(shape)
+
+    kv_idx = numbers(whole, 1, 1, 1, -1)
+    for start in range(0, down, step):
+        count = min(step, down - start)
+        q_idx = numbers(count * block[0], 1, 1, -1, 1, first=start * block[0])
+        inputs = {
+            "b": numbers(batch, -1, 1, 1, 1), "h": numbers(heads, 1, -1, 1, 1),
+            "q_idx": q_idx.clamp(max=rows - 1), "kv_idx": kv_idx.clamp(max=keys - 1),
+        }  # fmt: skip
+        # A row or key behind the last is the last once more, which changes no mark.
+        shown = evaluate(text, inputs, captured).expand(batch, heads, count * block[0], whole)
+        shown = shown.unflatten(3, (across, block[1])).unflatten(2, (count, block[0]))
+        any_shown, all_shown = (of(of(shown, 5), 3) for of in (torch.any, torch.all))
+        marks[:, :, start : start + count] = any_shown.to(torch.int8) + all_shown.to(torch.int8)
+    return marks
