@@ -20,7 +20,7 @@ from portattn.launch.backward import rows_by_block
 from portattn.planning.backend import PathRejection
 from portattn.planning.core_path import backward_problem, own_names, own_path
 from portattn.planning.kernel_specs import CORES, ceil_div
-from portattn.schema.ops import BACKWARD, ROWS
+from portattn.schema.ops import BACKWARD, CAPTURED, ROWS
 from portattn.schema.problem import Problem
 
 Gradients = dict[str, torch.Tensor]
@@ -67,6 +67,8 @@ def gradients(
     """
     way = _WAYS[op]
     if way.unknown and any(tensors[place] is not None for place in way.unknown):
+        return None
+    if not set(asked).isdisjoint(CAPTURED):  # torch differentiates score functions by the tensors that they read
         return None
     settings = current()
     if otherwise is not None and not may_have_kernels(op, tensors[way.source["q"]], tensors[way.source["v"]], None):

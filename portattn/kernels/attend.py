@@ -233,6 +233,36 @@ def listed_start(blocks, place, end, BLOCK: tl.constexpr):
     return tl.where(block < 0, end, tl.minimum(start, end))
 
 
+# Marks of blocks: 0 hidden, 1 attended in part, as a mask function says, 2 attended whole but for all other limits.
+WHOLE: tl.constexpr = tl.constexpr(2)
+
+
+@triton.jit
+def mark_after(marks, stride, block, last_block):
+    """Return the mark of the block after `block`; 0 behind the last."""
+    mark = tl.load(marks + tl.minimum(block + 1, last_block - 1) * stride).to(tl.int32)
+    return tl.where(block + 1 < last_block, mark, 0)
+
+
+@triton.jit
+def run_of_blocks(mark, following, begin, block, first, full_begin, full_end, last, PER_BLOCK: tl.constexpr,
+                  MASKED: tl.constexpr):  # fmt: skip
+    """Return the tiles (first, full_begin, full_end, last) of the blocks [begin, block] of one mark, if they end here;
+    otherwise none.
+
+    first to last   all tiles, of which PER_BLOCK lie in a block
+    MASKED          blocks that are not attended whole are attended as a mask function says: all their tiles are edges
+    """
+    ends = (mark != 0) & (following != mark)
+    own_first = tl.maximum(begin * PER_BLOCK, first)
+    own_last = tl.where(ends, tl.minimum((block + 1) * PER_BLOCK, last), own_first)
+    own_begin = tl.minimum(tl.maximum(full_begin, own_first), own_last)
+    own_end = tl.minimum(tl.maximum(full_end, own_begin), own_last)
+    if MASKED:
+        own_end = tl.where(mark == WHOLE, own_end, own_begin)
+    return own_first, own_begin, own_end, own_last
+
+
 @triton.jit
 def listed_keys(seqlens_k, indices, counts, list_stride_b, list_stride_h, list_stride_s, count_stride_b,
                 count_stride_h, count_stride_s, batch, kv_head, query, seq_q, seq_k, places,

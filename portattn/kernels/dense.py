@@ -19,7 +19,7 @@ from portattn.kernels.arguments import (
     ScoreTerms,
     TileRange,
 )
-from portattn.kernels.attend import attend, in_chunk, kv_tile_range
+from portattn.kernels.attend import attend, in_chunk, kv_tile_range, mark_after, run_of_blocks
 from portattn.kernels.dequantize import head_scale
 from portattn.kernels.score_program import with_functions  # noqa: F401 - compilers look it up here
 from portattn.kernels.tiles import (
@@ -34,17 +34,13 @@ from portattn.kernels.tiles import (
     sequence_bounds,
 )
 
-# Marks of blocks: 0 hidden, 1 attended in part, as a mask function says, 2 attended whole but for all other limits.
-WHOLE: tl.constexpr = tl.constexpr(2)
-
-
 @records.jit
 def attend_listed(
     acc, row_max, row_sum, listed,
     q: Query, keys: KeyRows, values: Rows, steps: TileRange, scores: ScoreTerms, dropout: Dropout,
     C: LoopShape, LISTED_K: tl.constexpr,
 ):  # fmt: skip
-    """Attend the tiles of `steps` whose block of LISTED_K keys is marked in `listed`, a row of bytes (WHOLE).
+    """Attend the tiles of `steps` whose block of LISTED_K keys is marked in `listed`, a row of marks (attend.py).
 
     Tensors are contiguous, and not quantised. A tile lies in one block: BLOCK_N divides LISTED_K, and the origin is 0.
     Of the other tiles nothing is read. Blocks that follow each other with one mark are one loop of attend's, which is
@@ -53,23 +49,21 @@ def attend_listed(
     """
     PER_BLOCK: tl.constexpr = LISTED_K // C.BLOCK_N
     first_block, last_block = steps.first // PER_BLOCK, (steps.last + PER_BLOCK - 1) // PER_BLOCK
-    begin = first_block  # of the marked blocks that end here
-    marked = tl.load(listed + first_block, mask=first_block < last_block, other=0).to(tl.int32)
+    begin = first_block  # of the blocks with one mark that end here
+    mark = tl.load(listed + first_block, mask=first_block < last_block, other=0).to(tl.int32)
     for block in range(first_block, last_block):
-        following = tl.load(listed + tl.minimum(block + 1, last_block - 1)).to(tl.int32)
-        following = tl.where(block + 1 < last_block, following, 0)
-        if (marked != 0) & (following != marked):
-            first, last = tl.maximum(begin * PER_BLOCK, steps.first), tl.minimum((block + 1) * PER_BLOCK, steps.last)
-            whole = tl.minimum(tl.maximum(steps.full_begin, first), last)
-            whole_end = tl.minimum(tl.maximum(steps.full_end, whole), last)
-            if scores.mods.MASK is not None:
-                whole_end = tl.where(marked == WHOLE, whole_end, whole)
+        following = mark_after(listed, 1, block, last_block)
+        if (mark != 0) & (following != mark):
+            first, whole, whole_end, last = run_of_blocks(
+                mark, following, begin, block, steps.first, steps.full_begin, steps.full_end, steps.last, PER_BLOCK,
+                scores.mods.MASK is not None,
+            )  # fmt: skip
             acc, row_max, row_sum = attend(
                 acc, row_max, row_sum, q, keys, values, Pages(),
                 steps._replace(first=first, full_begin=whole, full_end=whole_end, last=last), scores, dropout, C,
             )  # fmt: skip
-        begin = tl.where(following == marked, begin, block + 1)
-        marked = following
+        begin = tl.where(following == mark, begin, block + 1)
+        mark = following
     return acc, row_max, row_sum
 
 

@@ -18,11 +18,13 @@ other.
 import triton
 import triton.language as tl
 
+from portattn.kernels import records
+from portattn.kernels.arguments import ScoreMods
 from portattn.kernels.attend import in_chunk
 from portattn.kernels.dropout import head_words, kept_tile
 from portattn.kernels.optional_constructs import describe_numbers
 from portattn.kernels.split_bf16 import dot
-from portattn.kernels.tiles import apply_softcap, exponential, load_query_rows, sequence_bounds, softmax_scale
+from portattn.kernels.tiles import apply_softcap, call_mod, exponential, load_query_rows, sequence_bounds, softmax_scale
 
 
 @triton.jit
@@ -63,9 +65,9 @@ def score_tile(values, batch, head, rows, keys, there, other, stride_b, stride_h
     return tl.load(base + rows.to(tl.int64) * stride_q + keys * stride_k, mask=there, other=other)
 
 
-@triton.jit
+@records.jit
 def score_gradients(products, lse, positions, keys, row_start, row_end, slope, added, shown, scale, softcap,
-                    LIMITED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+                    mods: ScoreMods, LIMITED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
                     EXP: tl.constexpr):  # fmt: skip
     """Return the probabilities of raw products Q·K, the derivative of the cap, and which scores are attended.
 
@@ -75,8 +77,10 @@ def score_gradients(products, lse, positions, keys, row_start, row_end, slope, a
     """
     bend = products
     keep = products == products
-    if SOFTCAP or (slope is not None or added is not None):
+    if SOFTCAP or (slope is not None or (added is not None or mods.SCORE is not None)):
         x = products * scale
+        if mods.SCORE is not None:
+            x = call_mod(x, positions, keys, mods, mods.SCORE)
         if SOFTCAP:
             x = apply_softcap(x, softcap)
             share = x / softcap
@@ -97,6 +101,8 @@ def score_gradients(products, lse, positions, keys, row_start, row_end, slope, a
                 keep = keep & (added != float("-inf"))
             if shown is not None:
                 keep = keep & shown
+            if mods.MASK is not None:
+                keep = keep & call_mod(products, positions, keys, mods, mods.MASK)
         elif added is not None:
             keep = added != float("-inf")
             if shown is not None:
@@ -107,7 +113,7 @@ def score_gradients(products, lse, positions, keys, row_start, row_end, slope, a
     return p, bend, keep
 
 
-@triton.jit(
+@records.jit(
     do_not_specialize=[
         "heads_q", "group", "seq_q", "seq_k", "row_tiles", "key_tiles", "own_batches", "own_heads", "own_rows",
         "own_keys", "tiles",
@@ -200,7 +206,7 @@ def backward_bias(
             dp = dot(do_tile, tl.trans(v_tile), DOT_PRECISION)
             p, _, keep = score_gradients(
                 products, lse[:, None], positions[:, None], keys[None, :], row_start[:, None], row_end[:, None], slope,
-                added, shown, scale, softcap, True, WINDOW, SOFTCAP, EXP,
+                added, shown, scale, softcap, ScoreMods(), True, WINDOW, SOFTCAP, EXP,
             )  # fmt: skip
             if dropout_seed is not None:
                 drop_word, drop_turn = head_words(dropout_seed, batch * heads_q + head, DROPS)

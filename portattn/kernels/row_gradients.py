@@ -10,9 +10,12 @@ gradients.py says what is computed.
 import triton
 import triton.language as tl
 
-from portattn.kernels.attend import in_chunk, kv_tile_range, listed_keys, listed_start
+from portattn.kernels import records
+from portattn.kernels.arguments import ScoreMods
+from portattn.kernels.attend import in_chunk, kv_tile_range, listed_keys, listed_start, mark_after, run_of_blocks
 from portattn.kernels.dropout import head_words, kept_tile
 from portattn.kernels.gradients import load_row_numbers, score_gradients, score_tile
+from portattn.kernels.score_program import with_functions  # noqa: F401 - compilers look it up here
 from portattn.kernels.split_bf16 import (
     add_dot,
     bfloat16_parts,
@@ -27,6 +30,7 @@ from portattn.kernels.tiles import (
     heads_in_turn,
     load_query_rows,
     load_rows,
+    mod_gradient,
     of_a_sequence,
     packed_bounds,
     packed_tile,
@@ -68,16 +72,18 @@ def backward_delta(
         tl.store(delta + at, tl.where(some, found, 0.0), mask=valid)
 
 
-@triton.jit(
+@records.jit(
     do_not_specialize=[
         "heads_q", "group", "seq_q", "seq_k", "row_tiles", "together", "tiles", "batches", "left", "right", "chunk",
         "threshold",
+        "size_0", "size_1", "size_2", "size_3", "size_4", "size_5", "size_6", "size_7",
     ]
 )  # fmt: skip
 def backward_rows(
     q, k, v, grad_out, forward_lse, delta, grad_q, grad_slopes,
     seqlens_q, seqlens_k, leftpad_q, leftpad_k, cu_seqlens_q, cu_seqlens_k,
-    alibi_slopes, bias, mask, dropout_seed,
+    alibi_slopes, bias, mask, block_mask,
+    captured_0, captured_1, captured_2, captured_3, dropout_seed,
     scale, softcap, keep_scale,
     q_stride_b, q_stride_h, q_stride_s, q_stride_d,
     k_stride_b, k_stride_h, k_stride_s, k_stride_d,
@@ -87,12 +93,15 @@ def backward_rows(
     alibi_stride_b,
     bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k,
     mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k,
+    block_mask_stride_b, block_mask_stride_h, block_mask_stride_q,
     heads_q, group, seq_q, seq_k, row_tiles, together, tiles, batches, left, right, chunk, threshold,
+    size_0, size_1, size_2, size_3, size_4, size_5, size_6, size_7,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SEARCH: tl.constexpr,
     LOAD: tl.constexpr, EXP: tl.constexpr, DOT_PRECISION: tl.constexpr, GRID: tl.constexpr,
-    Q_OPERAND: tl.constexpr, DROPS: tl.constexpr, PARTS: tl.constexpr,
+    Q_OPERAND: tl.constexpr, DROPS: tl.constexpr, PARTS: tl.constexpr, LISTED_Q: tl.constexpr, LISTED_K: tl.constexpr,
+    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, SCORE_GRADIENT: tl.constexpr,
 ):  # fmt: skip
     """Compute dQ of BLOCK_M query rows of one head: one program, which may take several such tiles in turn.
 
@@ -199,76 +208,106 @@ def backward_rows(
             drop_word, drop_turn = head_words(dropout_seed, batch * heads_q + head, DROPS)
         dq = tl.full([BLOCK_M, BLOCK_D], 0.0, tl.float32)
         by_distance = tl.full([BLOCK_M], 0.0, tl.float32)
-        for edge in tl.static_range(2):
-            if edge == 0:
-                count = full_end - full_begin
-            else:
-                count = full_begin - first_step + last_step - full_end
-            for i in range(count):
-                if edge == 0:
-                    start = k_first + (full_begin + i) * BLOCK_N
-                elif WINDOW:
-                    skipped = tl.where(first_step + i >= full_begin, full_end - full_begin, 0)
-                    start = k_first + (first_step + i + skipped) * BLOCK_N
-                else:
-                    start = k_first + (full_end + i) * BLOCK_N
-                if Q_OPERAND == "reload" and DOT_PRECISION != "bf16x6":
-                    q_tile = load_query_rows(q_pointers, row_valid, q_stride_d, HEAD_DIM, BLOCK_D, False)
-                    do_tile = load_query_rows(do_pointers, row_valid, do_stride_d, HEAD_DIM_V, BLOCK_DV, False)
-                keys = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
-                if DOT_PRECISION == "bf16x6":
-                    k_1, k_2, k_3 = load_parts(k_rows, k_rows_2, k_rows_3, start, far, k_stride_s, k_stride_d,
-                                               HEAD_DIM, BLOCK_N, BLOCK_D, edge == 1, LOAD, PARTS)  # fmt: skip
-                    v_1, v_2, v_3 = load_parts(v_rows, v_rows_2, v_rows_3, start, far, v_stride_s, v_stride_d,
-                                               HEAD_DIM_V, BLOCK_N, BLOCK_DV, edge == 1, LOAD, PARTS)  # fmt: skip
-                else:
-                    k_tile = load_rows(k_rows, None, start, far, 0, 0, k_stride_s, k_stride_d, HEAD_DIM, BLOCK_N,
-                                       BLOCK_D, edge == 1, LOAD, 0, "per_page", "masked")  # fmt: skip
-                    v_tile = load_rows(v_rows, None, start, far, 0, 0, v_stride_s, v_stride_d, HEAD_DIM_V, BLOCK_N,
-                                       BLOCK_DV, edge == 1, LOAD, 0, "per_page", "masked")  # fmt: skip
-                added = None
-                shown = None
-                there = row_valid[:, None] & (keys < far)[None, :]
-                if bias is not None:
-                    added = score_tile(bias, batch, head, rows[:, None], keys[None, :], there, float("-inf"),
-                                       bias_stride_b, bias_stride_h, bias_stride_q,
-                                       bias_stride_k).to(tl.float32)  # fmt: skip
-                if mask is not None:
-                    shown = score_tile(mask, batch, head, rows[:, None], keys[None, :], there, 0, mask_stride_b,
-                                       mask_stride_h, mask_stride_q, mask_stride_k).to(tl.int32) != 0  # fmt: skip
-                if DOT_PRECISION == "bf16x6":
-                    products = product_of_parts(q_1, q_2, q_3, tl.trans(k_1), tl.trans(k_2), tl.trans(k_3), True)
-                    dp = product_of_parts(do_1, do_2, do_3, tl.trans(v_1), tl.trans(v_2), tl.trans(v_3), True)
-                else:
-                    products = tl.dot(q_tile, tl.trans(k_tile), input_precision=DOT_PRECISION)  # [BLOCK_M, BLOCK_N]
-                    dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=DOT_PRECISION)
-                p, bend, keep = score_gradients(
-                    products, lse[:, None], positions[:, None], keys[None, :], row_start[:, None], row_end[:, None],
-                    slope, added, shown, scale, softcap, edge == 1, WINDOW, SOFTCAP, EXP,
+        mods = ScoreMods(batch, head, q_first + shift, q_end - q_first, k_first, k_end - k_first,
+                         captured_0, captured_1, captured_2, captured_3, size_0, size_1, size_2, size_3,
+                         size_4, size_5, size_6, size_7, SCORE_MOD, MASK_MOD)  # fmt: skip
+        if block_mask is not None:
+            PER_BLOCK: tl.constexpr = LISTED_K // BLOCK_N
+            marks = (
+                block_mask + batch.to(tl.int64) * block_mask_stride_b + head.to(tl.int64) * block_mask_stride_h
+                + (row_0 // LISTED_Q).to(tl.int64) * block_mask_stride_q
+            )  # fmt: skip
+            first_block, last_block = first_step // PER_BLOCK, (last_step + PER_BLOCK - 1) // PER_BLOCK
+            begin = first_block
+            mark = tl.load(marks + first_block, mask=first_block < last_block, other=0).to(tl.int32)
+            runs = last_block - first_block
+        else:
+            runs: tl.constexpr = 1
+            if MASK_MOD is not None:
+                full_end = full_begin
+        for run in range(runs):
+            if block_mask is not None:
+                following = mark_after(marks, 1, first_block + run, last_block)
+                run_first, run_begin, run_end, run_last = run_of_blocks(
+                    mark, following, begin, first_block + run, first_step, full_begin, full_end, last_step, PER_BLOCK,
+                    MASK_MOD is not None,
                 )  # fmt: skip
-                if dropout_seed is not None:
-                    kept = kept_tile(drop_word, drop_turn, start - drop_key, row_0 - drop_row, threshold, BLOCK_N,
-                                     BLOCK_M, False, DROPS)  # fmt: skip
-                    dp = tl.where(kept, dp * keep_scale, 0.0)
-                ds = p * (dp - row_delta[:, None])
-                if edge == 1 or (bias is not None or mask is not None):
-                    ds = tl.where(keep, ds, 0.0)
-                if grad_slopes is not None:
-                    distance = tl.abs(positions[:, None] - keys[None, :]).to(tl.float32)
-                    by_distance -= tl.sum(ds * distance, 1)
-                if SOFTCAP:
-                    ds = tl.where(ds == 0.0, 0.0, ds * bend)
-                if (bias is not None or mask is not None) or (WINDOW and edge == 1):
-                    # A key that no row of the tile sees may be NaN, and 0·NaN is NaN.
-                    if DOT_PRECISION == "bf16x6":
-                        k_1, k_2, k_3 = parts_where((tl.max(p, 0) != 0.0)[:, None], k_1, k_2, k_3)
-                    else:
-                        k_tile = tl.where((tl.max(p, 0) == 0.0)[:, None], 0.0, k_tile).to(k_tile.dtype)
-                if DOT_PRECISION == "bf16x6":
-                    ds_1, ds_2, ds_3 = bfloat16_parts(ds)
-                    dq += product_of_parts(ds_1, ds_2, ds_3, k_1, k_2, k_3, False)
+                begin = tl.where(following == mark, begin, first_block + run + 1)
+                mark = following
+            else:
+                run_first, run_begin, run_end, run_last = first_step, full_begin, full_end, last_step
+            for edge in tl.static_range(2):
+                if edge == 0:
+                    count = run_end - run_begin
                 else:
-                    dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=DOT_PRECISION)
+                    count = run_begin - run_first + run_last - run_end
+                for i in range(count):
+                    if edge == 0:
+                        start = k_first + (run_begin + i) * BLOCK_N
+                    elif WINDOW or MASK_MOD is not None:
+                        skipped = tl.where(run_first + i >= run_begin, run_end - run_begin, 0)
+                        start = k_first + (run_first + i + skipped) * BLOCK_N
+                    else:
+                        start = k_first + (run_end + i) * BLOCK_N
+                    if Q_OPERAND == "reload" and DOT_PRECISION != "bf16x6":
+                        q_tile = load_query_rows(q_pointers, row_valid, q_stride_d, HEAD_DIM, BLOCK_D, False)
+                        do_tile = load_query_rows(do_pointers, row_valid, do_stride_d, HEAD_DIM_V, BLOCK_DV, False)
+                    keys = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+                    if DOT_PRECISION == "bf16x6":
+                        k_1, k_2, k_3 = load_parts(k_rows, k_rows_2, k_rows_3, start, far, k_stride_s, k_stride_d,
+                                                   HEAD_DIM, BLOCK_N, BLOCK_D, edge == 1, LOAD, PARTS)  # fmt: skip
+                        v_1, v_2, v_3 = load_parts(v_rows, v_rows_2, v_rows_3, start, far, v_stride_s, v_stride_d,
+                                                   HEAD_DIM_V, BLOCK_N, BLOCK_DV, edge == 1, LOAD, PARTS)  # fmt: skip
+                    else:
+                        k_tile = load_rows(k_rows, None, start, far, 0, 0, k_stride_s, k_stride_d, HEAD_DIM, BLOCK_N,
+                                           BLOCK_D, edge == 1, LOAD, 0, "per_page", "masked")  # fmt: skip
+                        v_tile = load_rows(v_rows, None, start, far, 0, 0, v_stride_s, v_stride_d, HEAD_DIM_V, BLOCK_N,
+                                           BLOCK_DV, edge == 1, LOAD, 0, "per_page", "masked")  # fmt: skip
+                    added = None
+                    shown = None
+                    there = row_valid[:, None] & (keys < far)[None, :]
+                    if bias is not None:
+                        added = score_tile(bias, batch, head, rows[:, None], keys[None, :], there, float("-inf"),
+                                           bias_stride_b, bias_stride_h, bias_stride_q,
+                                           bias_stride_k).to(tl.float32)  # fmt: skip
+                    if mask is not None:
+                        shown = score_tile(mask, batch, head, rows[:, None], keys[None, :], there, 0, mask_stride_b,
+                                           mask_stride_h, mask_stride_q, mask_stride_k).to(tl.int32) != 0  # fmt: skip
+                    if DOT_PRECISION == "bf16x6":
+                        products = product_of_parts(q_1, q_2, q_3, tl.trans(k_1), tl.trans(k_2), tl.trans(k_3), True)
+                        dp = product_of_parts(do_1, do_2, do_3, tl.trans(v_1), tl.trans(v_2), tl.trans(v_3), True)
+                    else:
+                        products = tl.dot(q_tile, tl.trans(k_tile), input_precision=DOT_PRECISION)  # [BLOCK_M, BLOCK_N]
+                        dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=DOT_PRECISION)
+                    p, bend, keep = score_gradients(
+                        products, lse[:, None], positions[:, None], keys[None, :], row_start[:, None], row_end[:, None],
+                        slope, added, shown, scale, softcap, mods, edge == 1, WINDOW, SOFTCAP, EXP,
+                    )  # fmt: skip
+                    if dropout_seed is not None:
+                        kept = kept_tile(drop_word, drop_turn, start - drop_key, row_0 - drop_row, threshold, BLOCK_N,
+                                         BLOCK_M, False, DROPS)  # fmt: skip
+                        dp = tl.where(kept, dp * keep_scale, 0.0)
+                    ds = p * (dp - row_delta[:, None])
+                    if edge == 1 or (bias is not None or mask is not None):
+                        ds = tl.where(keep, ds, 0.0)
+                    if grad_slopes is not None:
+                        distance = tl.abs(positions[:, None] - keys[None, :]).to(tl.float32)
+                        by_distance -= tl.sum(ds * distance, 1)
+                    if SOFTCAP:
+                        ds = tl.where(ds == 0.0, 0.0, ds * bend)
+                    if SCORE_MOD is not None:
+                        ds = mod_gradient(products * scale, positions[:, None], keys[None, :], mods, SCORE_GRADIENT, ds)
+                    if (bias is not None or mask is not None) or ((WINDOW or MASK_MOD is not None) and edge == 1):
+                        # A key that no row of the tile sees may be NaN, and 0·NaN is NaN.
+                        if DOT_PRECISION == "bf16x6":
+                            k_1, k_2, k_3 = parts_where((tl.max(p, 0) != 0.0)[:, None], k_1, k_2, k_3)
+                        else:
+                            k_tile = tl.where((tl.max(p, 0) == 0.0)[:, None], 0.0, k_tile).to(k_tile.dtype)
+                    if DOT_PRECISION == "bf16x6":
+                        ds_1, ds_2, ds_3 = bfloat16_parts(ds)
+                        dq += product_of_parts(ds_1, ds_2, ds_3, k_1, k_2, k_3, False)
+                    else:
+                        dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=DOT_PRECISION)
 
         stored = rows < stored_end
         dq = tl.where(row_valid[:, None], dq * scale, 0.0)
@@ -282,7 +321,7 @@ def backward_rows(
             tl.store(grad_slopes + numbers + rows, tl.where(row_valid, by_distance, 0.0), mask=stored)
 
 
-@triton.jit(do_not_specialize=["heads_k", "seq_q", "seq_k", "places", "tiles"])
+@records.jit(do_not_specialize=["heads_k", "seq_q", "seq_k", "places", "tiles"])
 def backward_block_rows(
     q, k, v, grad_out, forward_lse, delta, grad_q,
     seqlens_k, indices, counts,
@@ -338,7 +377,7 @@ def backward_block_rows(
             products = dot(q_tile, tl.trans(k_tile), DOT_PRECISION)  # [BLOCK_M, BLOCK_N]
             dp = dot(do_tile, tl.trans(v_tile), DOT_PRECISION)
             p, _, keep = score_gradients(products, lse[:, None], 0, keys[None, :], 0, end, None, None, None, scale, 0.0,
-                                         True, False, False, EXP)  # fmt: skip
+                                         ScoreMods(), True, False, False, EXP)  # fmt: skip
             ds = tl.where(keep, p * (dp - row_delta[:, None]), 0.0)
             dq = add_dot(ds.to(k_tile.dtype), k_tile, dq, DOT_PRECISION)
         columns = tl.arange(0, BLOCK_D)

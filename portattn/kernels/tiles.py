@@ -282,6 +282,16 @@ def call_mod(score, positions, keys, mods: ScoreMods, FUNCTION: tl.constexpr):
                     mods.n0, mods.n1, mods.n2, mods.n3, mods.n4, mods.n5, mods.n6, mods.n7)  # fmt: skip
 
 
+@records.jit
+def mod_gradient(score, positions, keys, mods: ScoreMods, FUNCTION: tl.constexpr, gradient):
+    """Return the gradient of a score for that of its score function's result; 0 where the latter is 0."""
+    q_idx = tl.minimum(tl.maximum(positions - mods.first_row, 0), mods.rows - 1)
+    kv_idx = tl.minimum(tl.maximum(keys - mods.first_key, 0), mods.keys - 1)
+    found = FUNCTION(score, mods.batch, mods.head, q_idx, kv_idx, mods.c0, mods.c1, mods.c2, mods.c3,
+                     mods.n0, mods.n1, mods.n2, mods.n3, mods.n4, mods.n5, mods.n6, mods.n7, gradient)  # fmt: skip
+    return tl.where(gradient == 0.0, 0.0, found)
+
+
 @triton.jit
 def load_scores(rows, stride, keys, end, row_valid, other, BY_KEY: tl.constexpr, CLAMPED: tl.constexpr):
     """Load a tile of values for each score, [BLOCK_M, BLOCK_N], from rows' pointers; `other` outside.

@@ -9,7 +9,11 @@ import msgspec
 import torch
 
 from portattn.launch.arguments import (
+    CAPTURED_SIZES,
     alibi_stride,
+    block_strides,
+    captured,
+    captured_sizes,
     dropping,
     features,
     list_strides,
@@ -40,7 +44,7 @@ BY_ROWS, BY_KEYS = "portattn.kernels.row_gradients", "portattn.kernels.key_gradi
 UNSPECIALISED = frozenset(
     {
         "heads_q", "heads_k", "group", "seq_q", "seq_k", "key_tiles", "row_tiles", "together", "tiles", "batches",
-        "left", "right", "chunk", "threshold",
+        "left", "right", "chunk", "threshold", *CAPTURED_SIZES,
     }
 )  # fmt: skip
 DELTA_ROWS = 32  # a program of backward_delta
@@ -88,18 +92,19 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
     options = {
         "seqlens_q": call.seqlens_q, "seqlens_k": call.seqlens_k, "leftpad_q": call.leftpad_q,
         "leftpad_k": call.leftpad_k, "cu_seqlens_q": call.cu_seqlens_q, "cu_seqlens_k": call.cu_seqlens_k,
-        "alibi_slopes": None, "bias": None, "mask": None, **_given(call), "dropout_seed": call.dropout_seed,
+        "alibi_slopes": None, "bias": None, "mask": None, "block_mask": None, **_given(call), **captured(call),
+        "dropout_seed": call.dropout_seed,
         "scale": float(call.scale), "softcap": float(call.softcap),
     }  # fmt: skip
     threshold, keep_scale = dropping(call)
     options["keep_scale"] = keep_scale
     absent = strides("bias", None, "bhqk") | strides("mask", None, "bhqk")  # packed rows have neither
-    scores: dict[str, Any] = {**alibi_stride(call), **absent, **score_strides(call)}
+    scores: dict[str, Any] = {**alibi_stride(call), **absent, **score_strides(call), **block_strides(call)}
     sizes = {
         "group": problem.group, "seq_q": rows,
         "seq_k": problem.seq_k if problem.total_k is None else problem.total_k,
     }  # fmt: skip
-    rest = {"batches": problem.batch, **window(problem), "threshold": threshold}
+    rest = {"batches": problem.batch, **window(problem), "threshold": threshold, **captured_sizes(call)}
 
     tiles = kernel.key_tiles(problem, launch)
     key_tiles = packed_keys(problem, launch) if problem.packed else ceil_div(problem.seq_k, launch.block_m)
@@ -306,7 +311,9 @@ UNSPECIALISED_BIAS = frozenset(
     }
 )  # fmt: skip
 LARGEST_TILE = 64  # rows, and keys: beside a tile of scores it holds one of sums
-_NOT_READ = ("LOAD", "SEARCH", "Q_OPERAND", "PARTS")
+_NOT_READ = (
+    "LOAD", "SEARCH", "Q_OPERAND", "PARTS", "LISTED_Q", "LISTED_K", "SCORE_MOD", "MASK_MOD", "SCORE_GRADIENT",
+)  # fmt: skip
 
 
 def bias_call(

@@ -12,8 +12,11 @@ from portattn.planning.kernel_specs.base import (
     SCORED,
     TAKES,
     CoreKernel,
+    block_sides,
+    cannot_list,
     ceil_div,
     drops,
+    function_constants,
     packed_tiles,
     score_tensors,
 )
@@ -34,6 +37,7 @@ class DenseBackward(CoreKernel):
     op = "attention_backward"
     takes = TAKES | SCORED | score_tensors(op) | {
         "seqlens_q", "leftpad_q", "leftpad_k", "dropout", "grad_lse", "grad_bias", "grad_slopes", "deterministic",
+        "score_mod", "mask_mod",
     }  # fmt: skip
     choices: tuple[str, ...] = ("load", "exp", "dot_precision", "grid", "q_operand", "drops", "parts")
     max_head_dim = 256  # both accumulators of a tile of keys stay in registers
@@ -60,7 +64,34 @@ class DenseBackward(CoreKernel):
     def constexprs(self, problem: Problem, lowering: Lowering, launch: Launch) -> dict[str, Any]:
         common = super().constexprs(problem, lowering, launch)
         found = {name: common[name] for name in common if name not in _FORWARD_ONLY}
-        return found | {"DROPS": drops(problem, lowering)}
+        return found | {"DROPS": drops(problem, lowering)} | function_constants(problem) | {
+            "SCORE_GRADIENT": problem.score_mod or None,
+        }  # fmt: skip
+
+    def cannot(self, problem: Problem) -> tuple[str, str] | None:
+        if problem.grad_bias and (problem.score_mod or problem.mask_mod or problem.block_mask):
+            return "a bias's gradient is asked for beside score_mod, mask_mod or block_mask", "backend='reference'"
+        return cannot_list(problem) or super().cannot(problem)
+
+    def fit(
+        self,
+        problem: Problem,
+        lowering: Lowering,
+        launch: Launch,
+        arch: Arch,
+        occupancy: int,
+        pinned: Container[str] = frozenset(),
+        split_threshold: float = SPLIT_THRESHOLD,
+    ) -> Launch:
+        launch = super().fit(problem, lowering, launch, arch, occupancy, pinned, split_threshold)
+        if not problem.block_mask:
+            return launch
+        rows, keys = block_sides(problem)
+        by_rows = launch.of_rows()
+        return msgspec.structs.replace(
+            launch, block_m=min(launch.block_m, keys), block_n=min(launch.block_n, rows),
+            rows_m=min(by_rows.block_m, rows), rows_n=min(by_rows.block_n, keys),
+        )  # fmt: skip
 
     def drops_by_keys(self, problem: Problem, lowering: Lowering) -> str:
         """Return `drops` of backward_keys, whose row tiles begin at the first row that sees a key."""
@@ -87,7 +118,9 @@ class VarlenBackward(DenseBackward):
 
     name = "varlen_backward"
     op = "varlen_attention_backward"
-    takes = TAKES | SCORED | score_tensors(op) | {"dropout", "grad_lse", "grad_slopes", "deterministic"}
+    takes = TAKES | SCORED | score_tensors(op) | {
+        "dropout", "grad_lse", "grad_slopes", "deterministic", "score_mod", "mask_mod",
+    }  # fmt: skip
 
     def key_tiles(self, problem: Problem, launch: Launch) -> int:
         return problem.heads_k * packed_keys(problem, launch)

@@ -184,6 +184,30 @@ def invariant_launch(problem: Problem) -> Launch:
     return Launch(block_m=64 if problem.head_dim_v > 32 else 32, block_n=64, num_warps=4, num_stages=2)
 
 
+def function_constants(problem: Problem) -> dict[str, Any]:
+    """Return the constants of a kernel that calls score and mask functions, and skips blocks."""
+    return {
+        "LISTED_Q": problem.block_q if problem.block_mask else 0,
+        "LISTED_K": problem.block_k if problem.block_mask else 0,
+        "SCORE_MOD": problem.score_mod or None,
+        "MASK_MOD": problem.mask_mod or None,
+    }
+
+
+def cannot_list(problem: Problem) -> tuple[str, str] | None:
+    """Return (reason, hint) why a kernel cannot skip the blocks of a block mask; None if it can."""
+    for side in ("block_q", "block_k"):
+        size = getattr(problem, side)
+        if problem.block_mask and size % MIN_DOT:
+            return f"block_mask has {side} {size}, no multiple of {MIN_DOT}", "backend='reference'"
+    return None
+
+
+def block_sides(problem: Problem) -> tuple[int, int]:
+    """Return the most rows and keys of a tile that lies in one block: powers of two that divide the block's sides."""
+    return problem.block_q & -problem.block_q, problem.block_k & -problem.block_k
+
+
 def drops(problem: Problem, lowering: Lowering) -> str:
     """Return how kernels draw dropout: a random number per score ("scores"), or one for four ("tiles").
 

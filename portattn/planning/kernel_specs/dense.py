@@ -8,15 +8,17 @@ from typing import Any
 import msgspec
 
 from portattn.planning.kernel_specs.base import (
-    MIN_DOT,
     MIN_NARROW_DEPTH,
     SCORED,
     TAKES,
     WARPS_APART,
     WIDEST_TILE,
     CoreKernel,
+    block_sides,
+    cannot_list,
     ceil_div,
     drops,
+    function_constants,
     head_columns,
     packed_tiles,
     score_tensors,
@@ -71,11 +73,7 @@ class DenseForward(CoreKernel):
             "V_FORMAT": problem.v_format,
             # One float16 probability loses as much as a float16 result does, and nothing beside a bfloat16 one.
             "P_TERMS": 2 if problem.v_format != "as_q" and problem.dtype == "fp16" else 1,
-            "LISTED_Q": problem.block_q if problem.block_mask else 0,
-            "LISTED_K": problem.block_k if problem.block_mask else 0,
-            "SCORE_MOD": problem.score_mod or None,
-            "MASK_MOD": problem.mask_mod or None,
-        }
+        } | function_constants(problem)
 
     def read(self, problem: Problem, lowering: Lowering) -> tuple[str, ...]:
         unread = (*warp_split_unread(problem), "select", "operands") if self.form(lowering) else ()
@@ -84,11 +82,7 @@ class DenseForward(CoreKernel):
     def cannot(self, problem: Problem) -> tuple[str, str] | None:
         if problem.block_mask and problem.q_format != "as_q":
             return "block_mask is given beside quantised tensors", "backend='reference'"
-        for side in ("block_q", "block_k"):
-            size = getattr(problem, side)
-            if problem.block_mask and size % MIN_DOT:
-                return f"block_mask has {side} {size}, no multiple of {MIN_DOT}", "backend='reference'"
-        return super().cannot(problem)
+        return cannot_list(problem) or super().cannot(problem)
 
     def fit(
         self,
@@ -103,8 +97,7 @@ class DenseForward(CoreKernel):
         launch = super().fit(problem, lowering, launch, arch, occupancy, pinned, split_threshold)
         if not problem.block_mask:
             return launch
-        # A tile lies in one block: the largest power of two that divides a block's side, or less.
-        rows, keys = (size & -size for size in (problem.block_q, problem.block_k))
+        rows, keys = block_sides(problem)
         return msgspec.structs.replace(launch, block_m=min(launch.block_m, rows), block_n=min(launch.block_n, keys))
 
     def tiles(self, problem: Problem, launch: Launch) -> int:
