@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 import torch
 
+from portattn.kernels.score_program import parse
 from portattn.planning.kernel_specs.backward import chunks_of
 from portattn.schema.call import TENSORS, Call
 from portattn.schema.kernel_step import Step
 from portattn.schema.lowering import FUSED, Launch
-from portattn.schema.ops import FEATURES, ROWS
+from portattn.schema.ops import CAPTURED, FEATURES, ROWS
 from portattn.schema.problem import Problem
 from portattn.schema.problem_limits import WORD_ALIGNMENT, ds_row_bytes
 from portattn.schema.tensors import INT32_MAX, KV_STORED, POINTER_ALIGNMENT, TORCH_DTYPE, TRITON_DTYPE, TWO_GIB, spans
@@ -244,6 +245,7 @@ def meta_call(problem: Problem) -> Call:
         features |= _new_rows(p, view)
     if p.backward:
         features |= _gradients(p, view, keys)
+    features |= _captured(p)
     return Call(
         problem=p,
         q=rows(p.head_dim_v if latent else p.head_dim),
@@ -264,6 +266,19 @@ def meta_call(problem: Problem) -> Call:
         magicpig_tables=integers(p.magicpig, p.heads_q),
         **features,
     )
+
+
+_KINDS = {"f": torch.float32, "i": torch.int32, "l": torch.int64, "b": torch.bool}
+READ = 64  # elements along each axis of a captured tensor, likewise
+
+
+def _captured(p: Problem) -> dict[str, torch.Tensor]:
+    """Return the tensors that a problem's score and mask functions read."""
+    shapes = {n: shape for text in (p.score_mod, p.mask_mod) if text for n, shape in parse(text).captures.items()}
+    return {
+        CAPTURED[number]: torch.empty([READ] * rank, dtype=_KINDS[kind], device="meta")
+        for number, (kind, rank, _) in shapes.items()
+    }
 
 
 def _filling(p: Problem) -> Call:

@@ -18,7 +18,7 @@ from portattn.schema.problem_limits import ASKED, KvFormat, KvScales, Rotary
 FLAGS = frozenset(
     {
         *ASKED, "causal", "gqa", "paged", "packed", "window", "chunk", "featured", "aligned", "words", "large",
-        "dropout", "deterministic",
+        "dropout", "deterministic", "score_mod", "mask_mod",
     }
 )  # fmt: skip
 NUMBERS = frozenset(

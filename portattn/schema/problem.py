@@ -406,12 +406,14 @@ class Problem(Flags, metaclass=_ByKeyword, frozen=True, kw_only=True, forbid_unk
             "window": self.window or self.chunk > 0,  # kernels mask a chunk by the code of a window
             "chunk": self.chunk > 0,
             # A change of every score of a tile takes registers.
-            "featured": any(getattr(self, name) for name in EVERY_SCORE),
+            "featured": any(getattr(self, name) for name in (*EVERY_SCORE, "score_mod", "mask_mod")),
             "aligned": self.aligned,
             "words": self.words,
             "large": self.large,
             "dropout": self.dropout,
             "deterministic": self.deterministic,
+            "score_mod": bool(self.score_mod),
+            "mask_mod": bool(self.mask_mod),
             "batch": batch,
             "heads_q": self.heads_q,
             "heads_k": self.heads_k,
