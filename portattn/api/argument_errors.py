@@ -77,14 +77,8 @@ TABLES = (
         ArgumentRow("flex_attention", "`portattn.attention`"),
         ("attention",),
         (
-            ArgumentRow("`score_mod`", "no: scores change by `bias`, `alibi_slopes` and `softcap` alone"),
-            ArgumentRow(
-                "`block_mask`",
-                "the same; at each call its mask_mod is computed for each query and key, with a warning",
-            ),
-            ArgumentRow(
-                "`mask_mod`", "`mask`; better `causal`, `window` or `seqlens_k`, which skip tiles that see nothing"
-            ),
+            ArgumentRow("`score_mod`", "the same; it is traced, not compiled by inductor"),
+            ArgumentRow("`block_mask`", "the same, or `mask_mod` alone: the blocks that it hides are found once"),
             ArgumentRow("`kernel_options`", "not needed: the plan chooses"),
             ArgumentRow("`scale`, `return_lse`", "the same"),
         ),

@@ -18,8 +18,9 @@ from portattn.kernels.dequantize import (
     token_scales,
 )
 from portattn.kernels.dropout import head_words, kept_tile
+from portattn.kernels.softmax import softmax_step
 from portattn.kernels.split_bf16 import add_dot, dot, split_product
-from portattn.kernels.tiles import load_query_rows, read_columns, read_rows, sequence_bounds, softmax_step
+from portattn.kernels.tiles import load_query_rows, read_columns, read_rows, sequence_bounds
 
 # Depth of the float8 products whose sum a chip may keep in fewer bits than float32's; longer ones are added in float32.
 # Source: NVIDIA's warpgroup products of 8-bit operands are this deep, and Triton adds those in full between them.

@@ -22,7 +22,8 @@ from portattn.kernels.paged_addressing import (
     places_in_pages,
     tile_start,
 )
-from portattn.kernels.tiles import LN_2, load_query_rows, softmax_step
+from portattn.kernels.softmax import LN_2, softmax_step
+from portattn.kernels.tiles import load_query_rows
 from portattn.kernels.unpack_int4 import (
     NV_RAISED,
     NV_WORDS,

@@ -22,7 +22,7 @@ from portattn.kernels.paged_addressing import (
     places_in_pages,
     tile_start,
 )
-from portattn.kernels.tiles import exponential, lowest, softmax_scale
+from portattn.kernels.softmax import exponential, lowest, softmax_scale
 from portattn.kernels.unpack_int4 import four_places, two_places, zero_numbers
 
 

@@ -22,17 +22,16 @@ from portattn.kernels.arguments import (
 from portattn.kernels.attend import attend, in_chunk, kv_tile_range, mark_after, run_of_blocks
 from portattn.kernels.dequantize import head_scale
 from portattn.kernels.score_program import with_functions  # noqa: F401 - compilers look it up here
+from portattn.kernels.softmax import finalize, init_softmax, natural_lse
 from portattn.kernels.tiles import (
-    finalize,
     heads_in_turn,
-    init_softmax,
-    natural_lse,
     of_a_sequence,
     packed_bounds,
     packed_tile,
     row_source,
     sequence_bounds,
 )
+
 
 @records.jit
 def attend_listed(

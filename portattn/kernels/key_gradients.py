@@ -20,6 +20,7 @@ from portattn.kernels.gradients import (
     score_tile,
 )
 from portattn.kernels.score_program import with_functions  # noqa: F401 - compilers look it up here
+from portattn.kernels.softmax import mod_gradient
 from portattn.kernels.split_bf16 import (
     add_dot,
     bfloat16_parts,
@@ -34,7 +35,6 @@ from portattn.kernels.tiles import (
     heads_in_turn,
     load_query_rows,
     load_rows,
-    mod_gradient,
     packed_bounds,
     packed_tile,
     row_source,

@@ -16,6 +16,7 @@ from portattn.kernels.attend import in_chunk, kv_tile_range, listed_keys, listed
 from portattn.kernels.dropout import head_words, kept_tile
 from portattn.kernels.gradients import load_row_numbers, score_gradients, score_tile
 from portattn.kernels.score_program import with_functions  # noqa: F401 - compilers look it up here
+from portattn.kernels.softmax import mod_gradient
 from portattn.kernels.split_bf16 import (
     add_dot,
     bfloat16_parts,
@@ -30,7 +31,6 @@ from portattn.kernels.tiles import (
     heads_in_turn,
     load_query_rows,
     load_rows,
-    mod_gradient,
     of_a_sequence,
     packed_bounds,
     packed_tile,

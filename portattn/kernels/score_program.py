@@ -7,10 +7,10 @@ A program is in static single assignment form, one statement a line:
     t1 f mul score 0.5
     out t1
 
-Operands are earlier values, the inputs score, b, h, q_idx and kv_idx (of a derivative also grad), or literals. Kinds are
-f (float32; of a float64 call float64), i (int32), l (int64) and b (bool). Captured tensors are contiguous, and a call's
-score and mask function share their numbers. Indices outside a captured tensor count as torch's negative ones, then as
-the nearest element: no program reads outside its tensors.
+Operands are earlier values, the inputs score, b, h, q_idx and kv_idx (of a derivative also grad), or literals. Kinds
+are f (float32; of a float64 call float64), i (int32), l (int64) and b (bool). Captured tensors are contiguous, and a
+call's score and mask function share their numbers. Indices outside a captured tensor count as torch's
+negative ones, then as the nearest element: no program reads outside its tensors.
 
 Standard library alone: Triton is imported where a function is made.
 """
@@ -51,7 +51,7 @@ EXPRESSIONS: Mapping[str, str] = {
     "to_f": "({0}).to(tl.float32)", "to_i": "({0}).to(tl.int32)", "to_l": "({0}).to(tl.int64)", "to_b": "{0} != 0",
 }  # fmt: skip
 
-_HELPERS = '''\
+_HELPERS = """\
 @triton.jit
 def floor_divide(a, b):
     quotient = a // b
@@ -69,7 +69,7 @@ def inside(index, size):
     return tl.minimum(tl.maximum(index, 0), size - 1)
 
 
-'''
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +301,7 @@ def _function(text: str, derivative: bool) -> Any:
     import triton
     import triton.language as tl
 
-    from portattn.kernels.tiles import tanh
+    from portattn.kernels.softmax import tanh
 
     # Triton's cache keys have the name of a function that is a constant, and not its text.
     program = parse(gradient(text) if derivative else text)

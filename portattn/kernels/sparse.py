@@ -8,15 +8,15 @@ import triton
 import triton.language as tl
 
 from portattn.kernels.dequantize import dequantize, head_scale, widened_pairs, without_zero
-from portattn.kernels.tiles import (
+from portattn.kernels.softmax import (
     apply_softcap,
     exponential,
     lowest,
     natural_lse,
-    sequence_bounds,
     sink_score,
     store_state,
 )
+from portattn.kernels.tiles import sequence_bounds
 
 PI: tl.constexpr = tl.constexpr(3.141592653589793)
 SMALLEST_NORMAL: tl.constexpr = tl.constexpr(1.1754943508222875e-38)  # float32

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from portattn.config import Settings
-from portattn.launch import KernelCall, load_kernels, native
 from portattn.kernels.score_program import with_functions
+from portattn.launch import KernelCall, load_kernels, native
 from portattn.launch.driver_launch import SCRATCH, DriverLauncher
 from portattn.launch.native import dtype_codes
 from portattn.launch.run import DescriptorMemory, descriptor_memory, fresh_memory

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from portattn.launch.arguments import (
-    alibi_stride,
     CAPTURED_SIZES,
+    alibi_stride,
     block_strides,
     captured,
     captured_sizes,
@@ -50,7 +50,8 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
         "seqlens_q": call.seqlens_q, "seqlens_k": call.seqlens_k,
         "leftpad_q": call.leftpad_q, "leftpad_k": call.leftpad_k,
         "cu_seqlens_q": call.cu_seqlens_q, "cu_seqlens_k": call.cu_seqlens_k,
-        **features(call), **captured(call), "dropout_seed": call.dropout_seed, **numbers(call), "keep_scale": keep_scale,
+        **features(call), **captured(call), "dropout_seed": call.dropout_seed, **numbers(call),
+        "keep_scale": keep_scale,
         **strides("q", call.q, "bhsd"), **strides("k", call.k, "bhsd"), **strides("v", call.v, "bhsd"),
         **scale_strides(call, ("q_scale", "k_scale", "v_scale")), **outer_strides("o", out, "bhs"),
         **alibi_stride(call), **score_strides(call), **block_strides(call),

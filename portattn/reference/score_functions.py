@@ -26,7 +26,9 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
-def evaluate(text: str, inputs: Mapping[str, torch.Tensor], captured: Mapping[str, torch.Tensor | None]) -> torch.Tensor:
+def evaluate(
+    text: str, inputs: Mapping[str, torch.Tensor], captured: Mapping[str, torch.Tensor | None]
+) -> torch.Tensor:
     """Return a program's result for inputs that broadcast with each other, in the dtype of the scores.
 
     Args:

@@ -91,9 +91,8 @@ class FeatureTensors:
     # (B, Sq) int64, packed (1, Tq): bit j of a query's word is set if the query attends key j of its sequence's last
     # keys, as many as its queries. Earlier keys are not masked.
     tree_mask: torch.Tensor | None = None
-    # (B, Hq, blocks of queries, blocks of keys) int8, broadcast by strides of 0, each row of blocks contiguous: marks of
-    # kernels/dense.py: whether a block's queries attend any key of the other block, and whether a mask function says
-    # which.
+    # (B, Hq, blocks of queries, blocks of keys) int8, broadcast by strides of 0, each row of blocks contiguous: marks
+    # of attend.py, whether a block's queries attend any key of the other block, and whether a mask function says which.
     block_mask: torch.Tensor | None = None
 
 

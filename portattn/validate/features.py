@@ -260,7 +260,7 @@ class Features:
         self._program("mask_mod", text, "b")
 
     def _program(self, name: str, text: Any, kind: str) -> None:
-        """Check a program and the tensors that it reads: api/score_functions.py, or an exported graph, has made them."""
+        """Check a program and the tensors that it reads, of api/score_functions.py or of an exported graph."""
         try:
             program = score_program.parse(text)
         except (ValueError, TypeError) as error:
@@ -284,7 +284,7 @@ class Features:
     def _captured(self, name: str, tensor: Any, scores: Scores) -> None:
         self._tensor(name, tensor, (*TRITON_DTYPE, torch.float64))
         if not tensor.numel():
-            raise ArgumentError(self.op, f"{name}.shape", tuple(tensor.shape), "must have elements: a function reads it")
+            raise ArgumentError(self.op, f"{name}.shape", tuple(tensor.shape), "must have elements")
         self.call[name] = tensor.contiguous()
         if tensor.is_floating_point():
             self.floating.append(tensor)

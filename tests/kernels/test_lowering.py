@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from support import TILE, Device, assert_right, core_plan, key_tile, lacking, largest, problem, random_call, run_core
 
-from portattn.kernels.tiles import apply_softcap
+from portattn.kernels.softmax import apply_softcap
 from portattn.planning.kernel_specs import CORES
 from portattn.reference import write
 from portattn.schema.call import Call

@@ -1,0 +1,431 @@
+"""Traces of score_mod and mask_mod: programs (kernels/score_program.py) of functions of FlexAttention's signatures.
+
+A function is called once with tensors without data; the operations that it runs are the program.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from portattn.errors import ArgumentError
+from portattn.kernels import score_program
+from portattn.kernels.score_program import INPUTS, Node, Program
+
+_aten = torch.ops.aten
+_KINDS = {torch.bool: "b", torch.int8: "i", torch.uint8: "i", torch.int16: "i", torch.int32: "i", torch.int64: "l"}
+
+_SAME = ("add", "sub", "mul", "div", "neg", "abs", "minimum", "maximum", "exp", "exp2", "log", "log2", "sqrt", "sin",
+         "cos", "tanh", "sigmoid", "erf", "floor", "ceil", "where", "eq", "ne", "lt", "le", "gt", "ge")  # fmt: skip
+# aten's names of operations whose program's operation has another name.
+_OTHER = {
+    "logical_and": "and", "logical_or": "or", "logical_xor": "xor", "logical_not": "not", "bitwise_and": "and",
+    "bitwise_or": "or", "bitwise_xor": "xor", "__and__": "and", "__or__": "or", "__xor__": "xor",
+    "bitwise_left_shift": "lshift", "bitwise_right_shift": "rshift", "__lshift__": "lshift", "__rshift__": "rshift",
+    "bitwise_not": "not", "remainder": "mod", "floor_divide": "floordiv",
+}  # fmt: skip
+_FLOATING = frozenset({"div", "exp", "exp2", "log", "log2", "sqrt", "sin", "cos", "tanh", "sigmoid", "erf"})
+_BOOLS = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "not"})
+_BITS = frozenset({"and", "or", "xor"})
+_VIEWS = frozenset({"alias", "detach", "view", "expand", "squeeze", "unsqueeze", "clone", "lift_fresh", "_unsafe_view",
+                    "reshape"})  # fmt: skip
+_FILLED = {"zeros_like": 0.0, "ones_like": 1.0, "new_zeros": 0.0, "new_ones": 1.0, "zeros": 0.0, "ones": 1.0}
+
+
+_DTYPES = {"f": torch.float32, "i": torch.int32, "l": torch.int64, "b": torch.bool}
+
+
+class _Refusal(Exception):
+    """A function that cannot be traced: why, and the line of its source."""
+
+
+class _Indexed:
+    """A captured tensor with its first indices."""
+
+    def __init__(self, number: int, indices: tuple[str, ...]) -> None:
+        self.number, self.indices = number, indices
+
+
+class _Recorder(TorchDispatchMode):
+    """Records the operations that a function runs on tensors without data."""
+
+    def __init__(self, code: Any) -> None:
+        super().__init__()
+        self.code, self.nodes = code, []
+        self.words: dict[int, str | _Indexed] = {}  # of tensors by their id
+        self.kinds: dict[str, str] = {}
+        self.alive: list[torch.Tensor] = []  # so that no id is used twice
+        self.captured: list[torch.Tensor] = []
+        self.nonnegative = {"b", "h", "q_idx", "kv_idx"}
+
+    def place(self) -> str:
+        """Return file and line of the traced function that is being executed."""
+        frame, found = sys._getframe(1), None
+        while frame is not None:
+            if frame.f_code is self.code or (found is None and not frame.f_code.co_filename.startswith((_TORCH, _OWN))):
+                found = frame
+            frame = frame.f_back  # type: ignore[assignment]
+        code = self.code if found is None else found.f_code
+        line = getattr(code, "co_firstlineno", 0) if found is None else found.f_lineno
+        return f"{os.path.basename(getattr(code, 'co_filename', '?'))}:{line}"
+
+    def refuse(self, why: str) -> _Refusal:
+        return _Refusal(f"{self.place()}: {why}")
+
+    def emit(self, op: str, kind: str, *operands: str) -> str:
+        name = f"t{len(self.nodes)}"
+        self.nodes.append(Node(name, kind, op, operands))
+        self.kinds[name] = kind
+        return name
+
+    def bind(self, tensor: torch.Tensor, word: str | _Indexed) -> torch.Tensor:
+        self.words[id(tensor)] = word
+        self.alive.append(tensor)
+        return tensor
+
+    def word(self, value: Any, kind: str | None = None) -> str:
+        """Return the operand for a tensor or a number, cast to a kind."""
+        if isinstance(value, torch.Tensor):
+            found = self.words.get(id(value))
+            if found is None:
+                found = self.capture(value)
+            if isinstance(found, _Indexed):
+                found = self.load(found)
+        elif isinstance(value, (bool, int, float)):
+            found = _number(value)
+        else:
+            raise self.refuse(f"a {type(value).__name__} is no operand of a score")
+        return found if kind is None else self.cast(found, kind)
+
+    def kind_of(self, word: str) -> str:
+        number = score_program.literal(word)
+        if number is not None:
+            return score_program.KINDS_OF_NUMBERS[type(number)]
+        return "f" if word == "score" else self.kinds.get(word, "i")
+
+    def cast(self, word: str, kind: str) -> str:
+        own, number = self.kind_of(word), score_program.literal(word)
+        if own == kind or (number is not None and {own, kind} == {"i", "l"}):
+            return word
+        if number is not None:
+            return _number({"f": float, "i": int, "l": int, "b": bool}[kind](number))
+        return self.emit(f"to_{kind}", kind, word)
+
+    def capture(self, tensor: torch.Tensor) -> _Indexed:
+        if tensor.ndim == 0 and tensor.device.type == "cpu" and tensor.is_meta:
+            raise self.refuse("a tensor without data is read")
+        for number, known in enumerate(self.captured):
+            if known is tensor:
+                return _Indexed(number, ())
+        if tensor.ndim > 4:
+            raise self.refuse(f"a captured tensor has {tensor.ndim} axes, and may have 4")
+        self.captured.append(tensor)
+        return _Indexed(len(self.captured) - 1, ())
+
+    def load(self, found: _Indexed) -> str:
+        tensor = self.captured[found.number]
+        if len(found.indices) != tensor.ndim:
+            raise self.refuse(f"a captured tensor {tuple(tensor.shape)} needs an index for each axis")
+        kind = "f" if tensor.is_floating_point() else _KINDS.get(tensor.dtype)
+        if kind is None:
+            raise self.refuse(f"a captured tensor is {tensor.dtype}")
+        return self.emit("load", kind, f"c{found.number}", *found.indices)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name().partition("::")[2].partition(".")[0]
+        kwargs = kwargs or {}
+        in_place = name.endswith("_") and not name.endswith("__")
+        if in_place:
+            if id(args[0]) not in self.words or isinstance(self.words[id(args[0])], _Indexed):
+                raise self.refuse(f"{name} writes to a tensor that it does not own")
+            name = name[:-1]
+        found = self.record(name, func, args, kwargs)
+        if isinstance(found, torch.Tensor):
+            return found
+        word, kind = found
+        if in_place:
+            self.words[id(args[0])] = word
+            return args[0]
+        return self.fresh(word, _DTYPES[kind])
+
+    def fresh(self, word: str | _Indexed, dtype: torch.dtype, shape: Sequence[int] = ()) -> torch.Tensor:
+        """Return a tensor without data that stands for an operand."""
+        with torch._C._DisableTorchDispatch():
+            return self.bind(torch.empty(shape, dtype=dtype, device="meta"), word)
+
+    def record(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return (operand, kind) of an operation's result, or a tensor if it needs no node."""
+        if name in ("_local_scalar_dense", "item", "is_nonzero", "equal"):
+            raise self.refuse("the value of a tensor decides what is computed (hint: torch.where)")
+        if name in _VIEWS:
+            if name == "lift_fresh":  # torch.tensor(number)
+                value = args[0]
+                return (_number(value.item()), self._kind_of_dtype(value.dtype)) if value.ndim == 0 else value
+            word = self.words.get(id(args[0]))
+            if word is None:
+                word = self.capture(args[0])
+            if isinstance(word, _Indexed):
+                return self.fresh(word, args[0].dtype, args[0].shape)
+            return word, self.kind_of(word)
+        if name in _FILLED or name in ("full", "full_like", "new_full", "scalar_tensor"):
+            value = _FILLED.get(name, args[0] if name == "scalar_tensor" else args[-1])
+            like = args[0] if args and isinstance(args[0], torch.Tensor) else None
+            dtype = kwargs.get("dtype") or (like.dtype if like is not None else None)
+            kind = self._kind_of_dtype(dtype) if dtype else score_program.KINDS_OF_NUMBERS[type(value)]
+            return self.cast(_number(value), kind), kind
+        if name == "index":
+            return self.index(args[0], args[1])
+        if name == "select":
+            return self.index(args[0], [args[2]] if args[1] == 0 else self._refuse_axis())
+        if name == "_to_copy":
+            dtype = kwargs.get("dtype")
+            word = self.word(args[0])
+            kind = self._kind_of_dtype(dtype) if dtype else self.kind_of(word)
+            return self.cast(word, kind), kind
+        if name == "pow":
+            return self.power(args[0], args[1])
+        if name in ("square", "reciprocal", "rsqrt", "relu", "sign", "clamp", "clamp_min", "clamp_max", "rsub",
+                    "isneginf", "isinf", "log1p", "expm1", "trunc"):  # fmt: skip
+            return self.composite(name, args, kwargs)
+        op = name if name in _SAME else _OTHER.get(name)
+        if op is not None:
+            return self.operation(op, args, kwargs)
+        decomposed = _decompositions().get(func)
+        if decomposed is None:
+            raise self.refuse(f"{func} is no operation on single scores")
+        with self:
+            return decomposed(*args, **kwargs)
+
+    def _refuse_axis(self) -> Any:
+        raise self.refuse("an axis other than the first is indexed")
+
+    def _kind_of_dtype(self, dtype: torch.dtype) -> str:
+        kind = "f" if dtype.is_floating_point else _KINDS.get(dtype)
+        if kind is None:
+            raise self.refuse(f"{dtype} is no dtype of scores, indices or masks")
+        return kind
+
+    def operation(self, op: str, args: Any, kwargs: Any) -> tuple[str, str]:
+        if kwargs.get("rounding_mode") == "floor":
+            op = "floordiv"
+        elif kwargs.get("rounding_mode") is not None:
+            raise self.refuse(f"division is rounded by {kwargs['rounding_mode']!r}")
+        if op in ("add", "sub") and kwargs.get("alpha", 1) != 1:
+            args = (args[0], self.tensor("mul", args[1], kwargs["alpha"]))
+        words = [self.word(value) for value in args]
+        if op == "where":
+            kind = self.promoted(words[1:])
+            return self.emit(op, kind, self.cast(words[0], "b"), *(self.cast(word, kind) for word in words[1:])), kind
+        kind = self.promoted(words)
+        if op in _FLOATING:
+            kind = "f"
+        elif op == "not" or (op in _BITS and kind == "f"):
+            kind = "b"  # logical_and and its kin take any numbers
+        words = [self.cast(word, kind) for word in words]
+        if op in ("floordiv", "mod"):
+            return self.division(op, kind, words), kind
+        made = self.emit(op, "b" if op in _BOOLS else kind, *words)
+        if op in ("add", "mul", "minimum", "maximum") and all(map(self.is_nonnegative, words)):
+            self.nonnegative.add(made)
+        return made, self.kinds[made]
+
+    def division(self, op: str, kind: str, words: list[str]) -> str:
+        divisor = score_program.literal(words[1])
+        if kind == "f":
+            return self.emit(f"float_{op}", kind, *words)
+        if self.is_nonnegative(words[0]) and divisor is not None and divisor > 0:
+            made = self.emit(f"positive_{op}", kind, *words)
+            self.nonnegative.add(made)
+            return made
+        return self.emit(op, kind, *words)
+
+    def is_nonnegative(self, word: str) -> bool:
+        number = score_program.literal(word)
+        return word in self.nonnegative if number is None else number >= 0
+
+    def promoted(self, words: list[str]) -> str:
+        """Return the kind of an operation's result: torch's rule, by which a number changes no wider tensor."""
+        kinds = {self.kind_of(word) for word in words}
+        tensors = {self.kind_of(word) for word in words if score_program.literal(word) is None}
+        if "f" in kinds:
+            return "f"
+        if "l" in tensors or not tensors:
+            return "l" if "l" in tensors else max(kinds, key="bil".index)
+        return "i" if "i" in kinds else "b"
+
+    def tensor(self, op: str, *args: Any) -> torch.Tensor:
+        """Return the result of an operation as a tensor that later operations take."""
+        word, kind = self.operation(op, args, {})
+        return self.fresh(word, _DTYPES[kind])
+
+    def power(self, base: Any, exponent: Any) -> tuple[str, str]:
+        number = exponent if not isinstance(exponent, torch.Tensor) else score_program.literal(self.word(exponent))
+        if number == 0.5:
+            return self.operation("sqrt", (base,), {})
+        if number is not None and number == int(number) and 1 <= abs(number) <= 8:
+            made = base
+            for _ in range(abs(int(number)) - 1):
+                made = self.tensor("mul", made, base)
+            if number < 0:
+                return self.operation("div", (1.0, made), {})
+            return (
+                self.operation("mul", (made, 1), {})
+                if made is base
+                else (self.word(made), self.kind_of(self.word(made)))
+            )
+        if isinstance(base, (int, float)) and base > 0:  # aˣ = 2^(x·log₂ a)
+            return self.operation("exp2", (self.tensor("mul", exponent, math.log2(base)),), {})
+        raise self.refuse("a power has an exponent that is no whole number from -8 to 8 and not 0.5")
+
+    def composite(self, name: str, args: Any, kwargs: Any) -> tuple[str, str]:
+        x, op, t = args[0], self.operation, self.tensor
+        if name == "square":
+            return op("mul", (x, x), {})
+        if name == "reciprocal":
+            return op("div", (1.0, x), {})
+        if name == "rsqrt":
+            return op("div", (1.0, t("sqrt", x)), {})
+        if name == "relu":
+            return op("maximum", (x, 0), {})
+        if name == "sign":
+            return op("where", (t("gt", x, 0), 1, t("where", t("lt", x, 0), -1, 0)), {})
+        if name == "rsub":
+            return op("sub", (args[1], x), kwargs)
+        if name == "log1p":
+            return op("log", (t("add", x, 1.0),), {})
+        if name == "expm1":
+            return op("sub", (t("exp", x), 1.0), {})
+        if name == "isneginf":
+            return op("eq", (x, float("-inf")), {})
+        if name == "isinf":
+            return op("eq", (t("abs", x), float("inf")), {})
+        if name == "trunc":
+            return op("where", (t("lt", x, 0), t("ceil", x), t("floor", x)), {})
+        given = [*args[1:], None, None]
+        low = kwargs.get("min", given[0] if name != "clamp_max" else None)
+        high = kwargs.get("max", given[0] if name == "clamp_max" else given[1])
+        if low is not None:
+            x = t("maximum", x, low)
+        if high is not None:
+            x = t("minimum", x, high)
+        return self.word(x), self.kind_of(self.word(x))
+
+    def index(self, tensor: torch.Tensor, indices: Any) -> Any:
+        found = self.words.get(id(tensor))
+        if found is None:
+            found = self.capture(tensor)
+        if not isinstance(found, _Indexed):
+            raise self.refuse("a score is indexed")
+        words = []
+        for index in indices:
+            if index is None or isinstance(index, slice):
+                raise self.refuse("a captured tensor is sliced: give an index for each axis")
+            word = self.word(index)
+            if self.kind_of(word) in ("f", "b"):
+                raise self.refuse("an index is no integer")
+            words.append(word)
+        whole = _Indexed(found.number, (*found.indices, *words))
+        captured = self.captured[found.number]
+        if len(whole.indices) == captured.ndim:
+            word = self.load(whole)
+            return word, self.kinds[word]
+        if len(whole.indices) > captured.ndim:
+            raise self.refuse(f"a captured tensor {tuple(captured.shape)} has {len(whole.indices)} indices")
+        return self.fresh(whole, captured.dtype, captured.shape[len(whole.indices) :])
+
+
+class _Indexing(TorchFunctionMode):
+    """Takes tensors as indices: torch would read a single integer's value."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__getitem__:
+            tensor, index = args
+            indices = list(index) if isinstance(index, tuple) else [index]
+            if any(isinstance(each, torch.Tensor) for each in indices):
+                found = self.recorder.index(tensor, indices)
+                return found if isinstance(found, torch.Tensor) else self.recorder.fresh(found[0], _DTYPES[found[1]])
+        return func(*args, **(kwargs or {}))
+
+
+@functools.lru_cache(maxsize=1)
+def _decompositions() -> dict[Any, Callable[..., Any]]:
+    from torch._decomp import core_aten_decompositions
+
+    return dict(core_aten_decompositions())
+
+
+def _number(value: Any) -> str:
+    return repr(float(value)) if isinstance(value, float) else repr(value)
+
+
+_TORCH = os.path.dirname(torch.__file__)
+_OWN = os.path.abspath(__file__)
+Trace = tuple[Program, list[torch.Tensor]]  # captured tensors are numbered from 0
+
+
+def trace(op: str, name: str, function: Any) -> Trace:
+    """Return the program of a function, and the tensors that it captures. Raise ArgumentError if it has none."""
+    scores = name == "score_mod"
+    inputs = INPUTS if scores else INPUTS[1:]
+    if not callable(function):
+        limit = f"must be a function of ({', '.join(inputs)})"
+        raise ArgumentError(op, name, type(function).__name__, limit)
+    _check_arity(op, name, function, inputs)
+    inner = function
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    recorder = _Recorder(getattr(inner, "__code__", getattr(type(inner).__dict__.get("__call__"), "__code__", None)))
+    shown = getattr(inner, "__qualname__", type(inner).__name__)
+    given = []
+    for word in inputs:
+        dtype = torch.float32 if word == "score" else torch.int32
+        given.append(recorder.bind(torch.empty((), dtype=dtype, device="meta"), word))
+    try:
+        with torch.no_grad(), _Indexing(recorder), recorder:
+            result = function(*given)
+        if isinstance(result, (list, tuple, dict, str)) or result is None:
+            raise _Refusal(f"{recorder.place()}: it returns a {type(result).__name__}")
+        if isinstance(result, torch.Tensor) and result.ndim:
+            raise _Refusal(f"{recorder.place()}: it returns a tensor {tuple(result.shape)}, and no single score")
+        word = recorder.word(result)
+    except _Refusal as error:
+        raise ArgumentError(op, name, shown, f"must be made of operations on single scores; {error}") from None
+    except RuntimeError as error:
+        if "meta" not in str(error):
+            raise
+        limit = f"must not decide by a tensor's value; {recorder.place()}: {str(error).splitlines()[0]}"
+        raise ArgumentError(op, name, shown, limit + " (hint: torch.where)") from error
+    kind = recorder.kind_of(word)
+    wanted = "f" if scores else "b"
+    if kind != wanted:
+        returned = {"f": "a float", "i": "an int32", "l": "an int64", "b": "a bool"}
+        limit = f"must return {'a floating-point score' if wanted == 'f' else 'a bool'}; it returns {returned[kind]}"
+        raise ArgumentError(op, name, shown, f"{limit} ({recorder.place()})")
+    first, captures = 0, {}
+    for number, tensor in enumerate(recorder.captured):
+        captures[number] = ("f" if tensor.is_floating_point() else _KINDS[tensor.dtype], tensor.ndim, first)
+        first += tensor.ndim
+    return Program(captures, tuple(recorder.nodes), word), recorder.captured
+
+
+def _check_arity(op: str, name: str, function: Any, inputs: tuple[str, ...]) -> None:
+    try:
+        inspect.signature(function).bind(*inputs)
+    except TypeError:
+        signature = f"({', '.join(inspect.signature(function).parameters)})"
+        raise ArgumentError(op, name, signature, f"must take {len(inputs)} arguments, ({', '.join(inputs)})") from None
+    except ValueError:  # no signature: a function in C
+        return
