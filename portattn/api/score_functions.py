@@ -167,26 +167,26 @@ def _storable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.int32) if tensor.dtype in (torch.uint8, torch.int16) else tensor
 
 
-def traced_score(score_mod: Any, q: Any) -> Any:
+def traced_score(op: str, score_mod: Any, q: Any) -> Any:
     """Return the program's text of score_mod, and the tensors that it reads."""
     if isinstance(score_mod, str):
         return score_mod, *[None] * CAPTURES
-    return left_out["score functions"]("score_mod", score_mod, (None,) * CAPTURES, q)
+    return left_out["score functions"](op, "score_mod", score_mod, (None,) * CAPTURES, q)
 
 
 def traced_mask(
-    mask_mod: Any, q: Any, captured_0: Any, captured_1: Any, captured_2: Any, captured_3: Any
+    op: str, mask_mod: Any, q: Any, captured_0: Any, captured_1: Any, captured_2: Any, captured_3: Any
 ) -> Any:  # fmt: skip
     """Return the program's text of mask_mod, and the tensors that it and score_mod read."""
     before = (captured_0, captured_1, captured_2, captured_3)
     if isinstance(mask_mod, str):
         return mask_mod, *before
-    return left_out["score functions"]("mask_mod", mask_mod, before, q)
+    return left_out["score functions"](op, "mask_mod", mask_mod, before, q)
 
 
-def _traced(name: str, function: Any, before: Captured, q: Any) -> Any:
-    program, own = cached_trace("attention", name, function)
-    return _with_captured("attention", name, program, own, before, q)
+def _traced(op: str, name: str, function: Any, before: Captured, q: Any) -> Any:
+    program, own = cached_trace(op, name, function)
+    return _with_captured(op, name, program, own, before, q)
 
 
 leave_out("score functions", _traced, "portattn traces score_mod and mask_mod itself, outside the graph")

@@ -124,7 +124,7 @@ def _made(function: Any, line: int, end: str) -> Any:
     words = [f"{name}=None" for name in parameters]  # the defaults themselves are set below
     words.insert(sum(p.kind is not p.KEYWORD_ONLY for p in parameters.values()), "*excess")
     names: dict[str, Any] = {each.__name__: each for each in (wrong_arguments, try_cached, first_call, write)}
-    names |= {"short_traceback": short_traceback, "Tensor": torch.Tensor}
+    names |= {"short_traceback": short_traceback, "Tensor": torch.Tensor, "op": op}
     lines = [f"if excess or unknown: raise wrong_arguments({op!r}, excess, unknown)"]
     known = set(parameters)
     for i, expansion in enumerate(row.expansions):

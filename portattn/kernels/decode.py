@@ -17,6 +17,7 @@ from portattn.kernels.arguments import (
     Query,
     Rows,
     Scales,
+    ScoreMods,
     ScoreTerms,
     TileRange,
 )
@@ -26,6 +27,7 @@ from portattn.kernels.attend_packed16_swap_ab import attend_packed16_swap_ab
 from portattn.kernels.combine import store_rows, with_sink
 from portattn.kernels.dequantize import DS_GROUP, head_scale
 from portattn.kernels.optional_constructs import let_next_kernel_begin
+from portattn.kernels.score_program import with_functions  # noqa: F401 - compilers look it up here
 from portattn.kernels.softmax import init_softmax, tree_bits
 from portattn.kernels.tiles import (
     of_a_sequence,
@@ -39,12 +41,13 @@ from portattn.kernels.tiles import (
 @records.jit(
     do_not_specialize=[
         "heads_k", "seq_q", "seq_k", "pages", "row_tiles", "splits", "tiles", "batches", "left", "right", "chunk",
+        "size_0", "size_1", "size_2", "size_3", "size_4", "size_5", "size_6", "size_7",
     ]
 )  # fmt: skip
 def decode_split(
     q, q_rope, k, v, k_scale, v_scale, k_block_scale, v_block_scale, out, lse,
     seqlens_k, leftpad_k, cu_seqlens_q, page_table, indices, counts,
-    alibi_slopes, sinks, bias, mask, tree_mask,
+    alibi_slopes, sinks, bias, mask, tree_mask, captured_0, captured_1, captured_2, captured_3,
     scale, softcap,
     q_stride_b, q_stride_h, q_stride_s, q_stride_d,
     rope_stride_b, rope_stride_h, rope_stride_s, rope_stride_d,
@@ -59,6 +62,7 @@ def decode_split(
     mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k,
     tree_mask_stride_b,
     heads_k, seq_q, seq_k, pages, row_tiles, splits, tiles, batches, left, right, chunk,
+    size_0, size_1, size_2, size_3, size_4, size_5, size_6, size_7,
     GROUP: tl.constexpr, SPLIT: tl.constexpr, LATENT: tl.constexpr, PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, MAIN: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_TAIL: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -68,7 +72,7 @@ def decode_split(
     MASK_VALUE: tl.constexpr, DOT_PRECISION: tl.constexpr, GRID: tl.constexpr, PAGE_LOOP: tl.constexpr,
     Q_OPERAND: tl.constexpr, PIPELINE: tl.constexpr, READS: tl.constexpr, KV_FORMAT: tl.constexpr,
     KV_SCALES: tl.constexpr, UNPACK: tl.constexpr, ALIGNED: tl.constexpr, HEADS_FIRST: tl.constexpr,
-    FOLLOWED: tl.constexpr, PER: tl.constexpr,
+    FOLLOWED: tl.constexpr, PER: tl.constexpr, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
 ):  # fmt: skip
     """Attend one share of the keys for up to BLOCK_M packed rows of one key/value head: one program.
 
@@ -88,6 +92,7 @@ def decode_split(
     SPLIT: `out` is (splits, B, Hq, Sq, Dv) float32 and `lse` (splits, B, Hq, Sq, 2) float32, the state of each row's
     softmax (store_state), to be merged. Otherwise `out` is the result and `lse` (B, Hq, Sq) may be None. Other
     optional arguments as in dense_forward.
+    SCORE_MOD, MASK_MOD: a query counts as its own key does, from the sequence's first.
     tree_mask: (B, Sq) int64, of packed queries one row of them all, or None: bit j of a query's word says whether it
     sees the key that is number j of its sequence's last ones, of which there are as many as queries. It sees all keys
     before those, as far as nothing else hides them. Its rows are contiguous; the stride is None where it is.
@@ -98,7 +103,7 @@ def decode_split(
         rounds = tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0))
     else:
         rounds: tl.constexpr = 1
-    NATURAL: tl.constexpr = alibi_slopes is not None or bias is not None
+    NATURAL: tl.constexpr = alibi_slopes is not None or (bias is not None or SCORE_MOD is not None)
     LISTED: tl.constexpr = indices is not None
     # Packed rows are gathered, and a compiler that masks what it has gathered reads rows that are not there.
     CLAMPED: tl.constexpr = READS == "inside" and GROUP > 1
@@ -109,7 +114,8 @@ def decode_split(
     WHOLE: tl.constexpr = (BLOCK_M < 16 and BLOCK_N >= 32) and (HEAD_DIM % 64 == 0 and HEAD_DIM_V % 64 == 0)
     LENGTHS: tl.constexpr = (not WINDOW and not SOFTCAP) and (alibi_slopes is None and bias is None)
     ALL: tl.constexpr = (mask is None and tree_mask is None) and (UNPACK != "bytes" and KV_FORMAT != "nvfp4")
-    FEW: tl.constexpr = (WHOLE and LENGTHS) and ALL
+    PLAIN: tl.constexpr = SCORE_MOD is None and MASK_MOD is None
+    FEW: tl.constexpr = (WHOLE and LENGTHS) and (ALL and PLAIN)
     heads_q = heads_k * GROUP
     for turn in range(rounds):
         tile = tl.program_id(0) + turn * tl.num_programs(0)
@@ -180,7 +186,7 @@ def decode_split(
         last_step = tl.minimum(first_step + share, last_step)
         full_begin = tl.minimum(tl.maximum(full_begin, first_step), last_step)
         full_end = tl.minimum(tl.maximum(full_end, full_begin), last_step)
-        if PIPELINE == "masked":
+        if PIPELINE == "masked" or MASK_MOD is not None:
             full_end = full_begin  # every tile is one of the edges
 
         slot_0 = slot.to(tl.int64)
@@ -288,6 +294,9 @@ def decode_split(
             row_valid, row_start, row_end, positions, slopes, bias_rows, bias_stride_k, mask_rows, mask_stride_k,
             score_scale, softcap, tree_low, tree_high, tree_first,
             WINDOW, SOFTCAP, BIAS_BY_KEY, MASK_BY_KEY, EXP, MASK_VALUE, CLAMPED, slots, READS,
+            ScoreMods(sequence, head[:, None], k_first, k_end - k_first, k_first, k_end - k_first,
+                      captured_0, captured_1, captured_2, captured_3, size_0, size_1, size_2, size_3,
+                      size_4, size_5, size_6, size_7, SCORE_MOD, MASK_MOD),
         )  # fmt: skip
         if UNPACK == "bytes":
             acc = tl.full([BLOCK_M, BLOCK_DV], 0.0, tl.float32)

@@ -10,7 +10,10 @@ import torch
 
 from portattn.launch.arguments import (
     BLOCK_SCALES,
+    CAPTURED_SIZES,
     alibi_stride,
+    captured,
+    captured_sizes,
     features,
     list_strides,
     numbers,
@@ -133,8 +136,11 @@ def list_rows(indices: torch.Tensor) -> torch.Tensor:
 
 MODULE = "portattn.kernels.decode"
 UNSPECIALISED = frozenset(
-    {"heads_k", "seq_q", "seq_k", "pages", "row_tiles", "splits", "tiles", "batches", "left", "right", "chunk"}
-)
+    {
+        "heads_k", "seq_q", "seq_k", "pages", "row_tiles", "splits", "tiles", "batches", "left", "right", "chunk",
+        *CAPTURED_SIZES,
+    }
+)  # fmt: skip
 
 
 def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.Tensor, torch.Tensor | None]:
@@ -151,7 +157,7 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
         "out": outputs.partial, "lse": outputs.partial_state,
         "seqlens_k": call.seqlens_k, "leftpad_k": call.leftpad_k, "cu_seqlens_q": call.cu_seqlens_q,
         "page_table": call.page_table, "indices": call.indices, "counts": call.counts,
-        **features(call), **numbers(call),
+        **features(call), **captured(call), **numbers(call),
         **strides("q", call.q, "bhsd"), **strides("rope", call.q_rope, "bhsd"),
         **strides("k", call.k, "bhsd"), **strides("v", call.v, "bhsd"),
         **scale_strides(call), **scale_strides(call, BLOCK_SCALES), **outputs.strides("pbhs"),
@@ -159,7 +165,7 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
         **score_strides(call), **tree_stride(call),
         "heads_k": problem.heads_k, "seq_q": problem.query_rows[1], "seq_k": problem.seq_k, "pages": call.k.shape[0],
         "row_tiles": kernel.row_tiles(problem, launch), "splits": launch.splits, "tiles": tiles,
-        "batches": problem.batch, **window(problem),
+        "batches": problem.batch, **window(problem), **captured_sizes(call),
     }  # fmt: skip
     followed = launch.splits > 1 and merge_begins_early(plan)
     constexprs = kernel.constexprs(problem, lowering, launch) | {"FOLLOWED": followed}

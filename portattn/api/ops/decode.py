@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from portattn.api.page_table import PageTable
@@ -32,6 +34,8 @@ def decode_attention(
     bias: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
     tree_mask: torch.Tensor | None = None,
+    score_mod: Callable[..., torch.Tensor] | None = None,
+    mask_mod: Callable[..., torch.Tensor] | None = None,
     num_splits: int | None = None,
     return_lse: bool = False,
     layout: str = "bhsd",
@@ -71,6 +75,8 @@ def decode_attention(
         tree_mask: int64 (B, Sq) or (Sq,), its rows contiguous: of a sequence's new tokens (its last Sq keys) query i
             sees number j if bit j of its word is set; it sees all earlier keys. Keys hidden by causal, window or mask
             stay hidden. Up to 64 queries a sequence. `portattn.tree_mask` makes it, of parents or of bools
+        score_mod, mask_mod: as of `attention`; a query has the number of its own key: q_idx counts as kv_idx does, from
+            the sequence's first key, so that a function of training serves. mask_mod is computed for every score
         num_splits: programs that share a row's keys; None: the plan chooses. In the kernels, 1 gives each sequence
             bitwise the same result in every batch
         return_lse: also return the natural log of each row's sum of exponentials, float32 (B, Hq, Sq)
@@ -126,6 +132,8 @@ def paged_attention(
     bias: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
     tree_mask: torch.Tensor | None = None,
+    score_mod: Callable[..., torch.Tensor] | None = None,
+    mask_mod: Callable[..., torch.Tensor] | None = None,
     num_splits: int | None = None,
     return_lse: bool = False,
     layout: str = "bhsd",
@@ -173,6 +181,8 @@ def paged_attention(
             many as rows) query i sees number j if bit j of its word is set; it sees all earlier keys. Keys hidden by
             causal, window or mask stay hidden. Up to 64 queries a sequence (packed: with a larger Tq, max_seqlen_q must
             be given). `portattn.tree_mask` makes it, of parents or of bools
+        score_mod, mask_mod: as of `attention`; a query has the number of its own key: q_idx counts as kv_idx does, from
+            the sequence's first key, so that a function of training serves. mask_mod is computed for every score
         num_splits: programs that share a row's keys; None: the plan chooses. In the kernels, 1 gives each sequence
             bitwise the same result in every batch
         return_lse: also return the natural log of each row's sum of exponentials, float32 (B, Hq, Sq), packed (Hq, Tq)

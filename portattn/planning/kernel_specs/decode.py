@@ -50,7 +50,7 @@ class DecodeSplit(CoreKernel):
     name = "decode_split"
     function = "decode_split"
     op = "decode_attention"
-    takes = TAKES | SCORED | score_tensors(op) | {"leftpad_k", "num_splits", "kv_format"}
+    takes = TAKES | SCORED | score_tensors(op) | {"leftpad_k", "num_splits", "kv_format", "score_mod", "mask_mod"}
     splits_keys = True
     forms: tuple[str, ...] = (WARPS_APART,)
     choices: tuple[str, ...] = (
@@ -80,6 +80,8 @@ class DecodeSplit(CoreKernel):
             pipeline = "masked"
         found |= {
             "PIPELINE": pipeline,
+            "SCORE_MOD": problem.score_mod or None,
+            "MASK_MOD": problem.mask_mod or None,
             "GROUP": problem.group,
             "SPLIT": launch.splits > 1,
             "LATENT": problem.op == "mla_attention",
@@ -132,7 +134,7 @@ class DecodeSplit(CoreKernel):
 
     def natural_scores(self, problem: Problem) -> bool:
         """Return whether the kernel keeps natural scores although its exponentials have base 2 (kernels/tiles.py)."""
-        return any(getattr(problem, name) for name in ADDED)
+        return bool(problem.score_mod) or any(getattr(problem, name) for name in ADDED)
 
     def tiles(self, problem: Problem, launch: Launch) -> int:
         return self.row_tiles(problem, launch) * self.slots(problem) * problem.heads_k * launch.splits
@@ -196,7 +198,7 @@ class PagedSplit(DecodeSplit):
 
     name = "paged_split"
     op = "paged_attention"
-    takes = TAKES | SCORED | score_tensors(op) | {"num_splits", "packed", "kv_format"}
+    takes = TAKES | SCORED | score_tensors(op) | {"num_splits", "packed", "kv_format", "score_mod", "mask_mod"}
     # The rotated loop begins a step ahead: for an empty share of the keys it would look up a page that is not there.
     choices: tuple[str, ...] = (*(name for name in DecodeSplit.choices if name != "pipeline"), "page_loop")
 

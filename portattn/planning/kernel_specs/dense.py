@@ -65,15 +65,19 @@ class DenseForward(CoreKernel):
             # decode_split's names: a program's rows are of one head, its keys are not split, and lie in no pages.
             own = {"GROUP": 1, "SPLIT": False, "PAGE_SIZE": 0, "PAGE_LOOP": "per_page", "FOLLOWED": False}
             return warp_split_constants(found | own, problem, lowering, launch)
-        return found | {
-            "DROPS": drops(problem, lowering),
-            "KV_FORMAT": problem.kv_format,
-            "KV_SCALES": problem.kv_scales,
-            "Q_FORMAT": problem.q_format,
-            "V_FORMAT": problem.v_format,
-            # One float16 probability loses as much as a float16 result does, and nothing beside a bfloat16 one.
-            "P_TERMS": 2 if problem.v_format != "as_q" and problem.dtype == "fp16" else 1,
-        } | function_constants(problem)
+        return (
+            found
+            | {
+                "DROPS": drops(problem, lowering),
+                "KV_FORMAT": problem.kv_format,
+                "KV_SCALES": problem.kv_scales,
+                "Q_FORMAT": problem.q_format,
+                "V_FORMAT": problem.v_format,
+                # One float16 probability loses as much as a float16 result does, and nothing beside a bfloat16 one.
+                "P_TERMS": 2 if problem.v_format != "as_q" and problem.dtype == "fp16" else 1,
+            }
+            | function_constants(problem)
+        )
 
     def read(self, problem: Problem, lowering: Lowering) -> tuple[str, ...]:
         unread = (*warp_split_unread(problem), "select", "operands") if self.form(lowering) else ()
