@@ -12,11 +12,11 @@ import types
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from portattn.api.score_trace import Trace, trace
+from portattn.api.score_trace import trace
 from portattn.api.transform_checks import leave_out, left_out
 from portattn.errors import ArgumentError
 from portattn.kernels import score_program
@@ -36,6 +36,9 @@ class _Reading:
         self.tensors: list[torch.Tensor] = []
         self.sure = True  # whether the key has all that the function may read
         self.seen: set[int] = set()
+        # The places of those values, and the values: a cell, or a namespace and a name. None for values that can change
+        # in place.
+        self.guards: list[tuple[Any, str | None, Any]] | None = []
 
     def key(self, value: Any, depth: int = 0) -> Any:
         if isinstance(value, torch.Tensor):
@@ -45,8 +48,10 @@ class _Reading:
         if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
             return type(value), value
         if isinstance(value, (tuple, list)):
+            self.guards = None
             return type(value), tuple(self.key(each, depth) for each in value)
         if isinstance(value, functools.partial):
+            self.guards = None
             rest = [(name, self.key(each, depth)) for name, each in sorted(value.keywords.items())]
             return "partial", self.key(value.func, depth), self.key(value.args, depth), tuple(rest)
         if isinstance(value, types.FunctionType):
@@ -71,23 +76,30 @@ class _Reading:
         self.seen.add(id(function))
         cells = function.__closure__ or ()
         try:
-            closed = tuple(self.key(cell.cell_contents, depth) for cell in cells)
+            closed = tuple(self._guarded(cell, None, cell.cell_contents, depth) for cell in cells)
         except ValueError:  # a cell without a value
             self.sure = False
             return None
         names = tuple(_names(code))
         read = [(name, function.__globals__[name]) for name in names if name in function.__globals__]
-        known = tuple((name, self.key(value, depth)) for name, value in read)
+        known = tuple((name, self._guarded(function.__globals__, name, value, depth)) for name, value in read)
         inside = tuple(
-            (name, self.key(vars(value)[name], depth))
+            (name, self._guarded(vars(value), name, vars(value)[name], depth))
             for _, value in read
             if isinstance(value, types.ModuleType) and not _of_torch(value)
             for name in names
             if isinstance(vars(value).get(name), (bool, int, float, str, torch.Tensor, types.FunctionType))
         )
-        return id(code), code, closed, self.key(function.__defaults__, depth), known, inside
+        defaults = function.__defaults__ and tuple(self.key(value, depth) for value in function.__defaults__)
+        return id(code), code, closed, defaults, known, inside
+
+    def _guarded(self, where: Any, name: str | None, value: Any, depth: int) -> Any:
+        if self.guards is not None:
+            self.guards.append((where, name, value))
+        return self.key(value, depth)
 
     def attributes(self, owner: Any, function: types.FunctionType) -> Any:
+        self.guards = None
         values = getattr(owner, "__dict__", None)
         if values is None:
             self.sure = False
@@ -110,14 +122,45 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 
 _lock = threading.Lock()
-_traces: OrderedDict[Any, tuple[Program, tuple[int, ...]]] = OrderedDict()
+_traces: OrderedDict[Any, tuple[str, tuple[int, ...]]] = OrderedDict()
 
 
-def cached_trace(op: str, name: str, function: Any) -> Trace:
-    """Return `trace`'s result; a function that is known by its code and values is not traced again."""
-    if not callable(function):
-        return trace(op, name, function)
+class _Known(NamedTuple):
+    """A function's trace, which holds as long as its guards do."""
+
+    guards: list[tuple[Any, str | None, Any]]
+    shapes: list[tuple[torch.Tensor, torch.Size]]
+    text: str
+    captured: list[torch.Tensor]
+
+    def holds(self) -> bool:
+        for where, name, value in self.guards:
+            if (where.cell_contents if name is None else where.get(name)) is not value:
+                return False
+        return all(tensor.shape == shape for tensor, shape in self.shapes)
+
+
+# By the function; then by the argument that it is given as.
+_known: weakref.WeakKeyDictionary[Any, dict[str, _Known]] = weakref.WeakKeyDictionary()
+
+
+def cached_trace(op: str, name: str, function: Any) -> tuple[str, list[torch.Tensor]]:
+    """Return the text of `trace`'s program, and the captured tensors.
+
+    A function is not traced again if its values are what they were; nor is one with the same code and equal values."""
+    if type(function) is types.FunctionType:
+        known = _known.get(function, {}).get(name)
+        if known is not None and known.holds():
+            return known.text, known.captured
     reading = _Reading()
+    text, captured = _by_values(op, name, function, reading)
+    if type(function) is types.FunctionType and reading.sure and reading.guards is not None:
+        shapes = [(tensor, tensor.shape) for tensor in reading.tensors]
+        _known.setdefault(function, {})[name] = _Known(reading.guards, shapes, text, captured)
+    return text, captured
+
+
+def _by_values(op: str, name: str, function: Any, reading: _Reading) -> tuple[str, list[torch.Tensor]]:
     key = (name, reading.key(function))
     with _lock:
         known = _traces.get(key) if reading.sure else None
@@ -127,14 +170,14 @@ def cached_trace(op: str, name: str, function: Any) -> Trace:
     places = [next((i for i, each in enumerate(reading.tensors) if each is tensor), -1) for tensor in captured]
     if reading.sure and -1 not in places:
         with _lock:
-            _traces[key] = program, tuple(places)
+            _traces[key] = str(program), tuple(places)
             while len(_traces) > _MOST_TRACES:
                 _traces.popitem(last=False)
-    return program, captured
+    return str(program), captured
 
 
 def _with_captured(
-    op: str, name: str, program: Program, own: list[torch.Tensor], before: Captured, q: torch.Tensor
+    op: str, name: str, text: str, own: list[torch.Tensor], before: Captured, q: torch.Tensor
 ) -> tuple[Any, ...]:
     """Return a program's text and the call's captured tensors, of which `before` are other programs'."""
     every = [tensor for tensor in before if tensor is not None]
@@ -150,16 +193,22 @@ def _with_captured(
     if len(every) > CAPTURES or axes > SIZES:
         limit = f"must read, with the other function, at most {CAPTURES} tensors of {SIZES} axes together"
         raise ArgumentError(op, name, f"{len(every)} tensors of {axes} axes", limit)
-    firsts = [sum(tensor.ndim for tensor in every[:place]) for place in range(len(every))]
-    captures = {numbers[n]: (kind, rank, firsts[numbers[n]]) for n, (kind, rank, _) in program.captures.items()}
+    widened = [_storable(tensor) for tensor in every]
+    text = _renumbered(text, tuple(numbers), tuple(tensor.ndim for tensor in every))
+    return text, *widened, *[None] * (CAPTURES - len(widened))
+
+
+@functools.lru_cache(maxsize=_MOST_TRACES)
+def _renumbered(text: str, numbers: tuple[int, ...], ranks: tuple[int, ...]) -> str:
+    """Return a program's text with these numbers for its captured tensors, of a call's with these ranks."""
+    program = score_program.parse(text)
+    captures = {numbers[n]: (kind, rank, sum(ranks[: numbers[n]])) for n, (kind, rank, _) in program.captures.items()}
     nodes = tuple(
         Node(node.name, node.kind, node.op, (f"c{numbers[int(node.operands[0][1:])]}", *node.operands[1:]))
         if node.op == "load" else node
         for node in program.nodes
     )  # fmt: skip
-    widened = [_storable(tensor) for tensor in every]
-    text = str(Program(captures, nodes, program.result))
-    return text, *widened, *[None] * (CAPTURES - len(widened))
+    return str(Program(captures, nodes, program.result))
 
 
 def _storable(tensor: torch.Tensor) -> torch.Tensor:
@@ -185,8 +234,8 @@ def traced_mask(
 
 
 def _traced(op: str, name: str, function: Any, before: Captured, q: Any) -> Any:
-    program, own = cached_trace(op, name, function)
-    return _with_captured(op, name, program, own, before, q)
+    text, own = cached_trace(op, name, function)
+    return _with_captured(op, name, text, own, before, q)
 
 
 leave_out("score functions", _traced, "portattn traces score_mod and mask_mod itself, outside the graph")
