@@ -474,7 +474,8 @@ class Problem(Flags, metaclass=_ByKeyword, frozen=True, kw_only=True, forbid_unk
             sizes.append(f"blocks of {self.block_k} keys")
         if self.packed:
             sizes.append(f"{self.batch} sequences")
-        flags = [flag for flag in (*ASKED, "dropout", "invariant") if getattr(self, flag)]
+        asked = (*ASKED, "dropout", "invariant", "score_mod", "mask_mod")
+        flags = [flag for flag in asked if getattr(self, flag)]
         causal = [f"causal {self.causal.replace('_', '-')}"] if self.causal != "none" else []
         right = self.window_right if self.causal == "none" else 0
         window = [f"window ({self.window_left},{right})"] if self.window else []

@@ -10,8 +10,9 @@ import msgspec
 import torch
 
 from portattn.reference.dropout import keep_mask
+from portattn.reference.score_functions import WHOLE, call_mod
 from portattn.schema.call import Call
-from portattn.schema.ops import FEATURES
+from portattn.schema.ops import BACKWARD, FEATURES
 from portattn.schema.problem_limits import DS_GROUP
 from portattn.schema.tensors import KV_DTYPE
 
@@ -60,6 +61,8 @@ class DenseView:
     inside: torch.Tensor  # (B, 1, rows) bool: the row belongs to its sequence
     distance: torch.Tensor  # (B, 1 or Hq, rows, keys) int64: |position of the query − position of the key|
     rows: torch.Tensor  # (rows,) int64: indices of the query rows
+    # Numbers of the queries (B or 1, rows) and keys (B or 1, keys) in their sequences, as score and mask functions count.
+    numbers: tuple[torch.Tensor, torch.Tensor]
     slots: int = 0  # batch of the query tensor, if each of its rows is a sequence here
 
     @property
@@ -70,7 +73,8 @@ class DenseView:
     def has_terms(self) -> bool:
         call = self.call
         tensors = (getattr(call, name) for name, feature in FEATURES.items() if feature.floating)
-        return call.problem.softcap or call.problem.magicpig or any(tensor is not None for tensor in tensors)
+        given = call.problem.softcap or call.problem.magicpig or bool(call.problem.score_mod)
+        return given or any(tensor is not None for tensor in tensors)
 
     def products(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         b, heads, rows, width = q.shape
@@ -98,6 +102,8 @@ class DenseView:
     ) -> torch.Tensor:
         """Return scaled products (B, Hq, rows, keys) with softcap and all additive terms; -inf for unattended keys."""
         call, dtype = self.call, scores.dtype
+        if call.problem.score_mod:
+            scores = call_mod(call, call.problem.score_mod, *self.numbers, scores)
         if call.problem.softcap:
             scores = call.softcap * torch.tanh(scores / call.softcap)
         if call.alibi_slopes is not None:
@@ -256,13 +262,19 @@ def _dense_view(call: Call, rows: torch.Tensor | None) -> DenseView:
         if call.log_weights is not None:
             real = real & (call.log_weights != float("-inf"))
         keep, j = real[:, :, None], token[:, :, None]
+    whole = None
     if call.mask is not None:
         keep = keep & call.mask[:, :, i]
     if call.block_mask is not None:
         every = call.block_mask.repeat_interleave(p.block_q, dim=2).repeat_interleave(p.block_k, dim=3)
-        keep = keep & every[:, :, i][..., : p.seq_k]
+        marks = every[:, :, i][..., : p.seq_k]
+        keep, whole = keep & (marks != 0), marks == WHOLE
     if call.bias is not None:
         keep = keep & (call.bias[:, :, i] != float("-inf"))
+    numbers = _numbers(call, b, i)
+    if p.mask_mod:
+        shown = call_mod(call, p.mask_mod, *numbers)
+        keep = keep & (shown if whole is None else shown | whole)
     used = keep.any(dim=2)  # (B, 1 or Hq, keys)
     if used.shape[1] not in (1, k.shape[1]):
         used = used.reshape(p.batch, k.shape[1], p.group, k.shape[2]).any(dim=2)
@@ -275,7 +287,17 @@ def _dense_view(call: Call, rows: torch.Tensor | None) -> DenseView:
         inside=_inside(b, i)[:, None],
         distance=(b.query_positions(p.causal, i)[:, None, :, None] - j).abs(),
         rows=i,
+        numbers=numbers,
     )
+
+
+def _numbers(call: Call, b: Bounds, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    p = call.problem
+    if p.backward or p.op in BACKWARD:
+        position = rows - b.q_first[:, None]
+    else:  # over a cache a query counts as its own key does
+        position = b.query_positions(p.causal, rows) - b.k_first[:, None]
+    return position, torch.arange(p.seq_k, device=call.q.device) - b.k_first[:, None]
 
 
 def _listed(call: Call, rows: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from portattn.schema.ops import COMMON, FEATURES
+from portattn.kernels.score_program import parse
+from portattn.schema.ops import CAPTURED, COMMON, FEATURES
 from portattn.schema.problem import Problem
 from portattn.schema.tensors import collapse_broadcast
 
@@ -236,6 +237,19 @@ def drawn_features(p: Problem, generator: torch.Generator, seed: int) -> dict[st
                 found[name] = draw(p, generator, seed)
             else:
                 found[name] = torch.randn([sizes[axis] for axis in feature.axes], generator=generator)
+    return found | _captured(p, generator)
+
+
+def _captured(p: Problem, generator: torch.Generator) -> dict[str, torch.Tensor | None]:
+    """Return the tensors that score and mask functions read, shorter and longer than the call's sizes."""
+    shapes = {n: shape for text in (p.score_mod, p.mask_mod) if text for n, shape in parse(text).captures.items()}
+    found: dict[str, torch.Tensor | None] = {}
+    for number, (kind, rank, _) in sorted(shapes.items()):
+        sizes = [(29, 350)[(number + axis) % 2] for axis in range(rank)]
+        integers = torch.randint(-3, 6, sizes, generator=generator)
+        made = torch.randn(sizes, generator=generator) if kind == "f" else integers
+        dtype = {"f": torch.float32, "i": torch.int32, "l": torch.int64, "b": torch.bool}[kind]
+        found[CAPTURED[number]] = made.to(dtype)
     return found
 
 
