@@ -1,6 +1,7 @@
 # Written by scripts/typing_stubs.py from the signatures of the modules. Do not edit.
 # fmt: off
 
+from collections.abc import Callable
 from typing import Literal, overload
 
 import torch
@@ -24,8 +25,9 @@ def decode_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tens
     v_block_scale: torch.Tensor | None = None, leftpad_k: torch.Tensor | None = None, scale: Number | None = None,
     causal: bool | str = False, window: Window | None = None, chunk: int | None = None, softcap: Number | None = None,
     alibi_slopes: torch.Tensor | None = None, sinks: torch.Tensor | None = None, bias: torch.Tensor | None = None,
-    mask: torch.Tensor | None = None, tree_mask: torch.Tensor | None = None, num_splits: int | None = None,
-    return_lse: Literal[False] = False, layout: str = 'bhsd', backend: str | None = None,
+    mask: torch.Tensor | None = None, tree_mask: torch.Tensor | None = None,
+    score_mod: Callable[..., torch.Tensor] | None = None, mask_mod: Callable[..., torch.Tensor] | None = None,
+    num_splits: int | None = None, return_lse: Literal[False] = False, layout: str = 'bhsd', backend: str | None = None,
     validate: bool | None = None) -> torch.Tensor: ...
 @overload
 def decode_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, seqlens_k: torch.Tensor | None, *,
@@ -33,8 +35,9 @@ def decode_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tens
     v_block_scale: torch.Tensor | None = None, leftpad_k: torch.Tensor | None = None, scale: Number | None = None,
     causal: bool | str = False, window: Window | None = None, chunk: int | None = None, softcap: Number | None = None,
     alibi_slopes: torch.Tensor | None = None, sinks: torch.Tensor | None = None, bias: torch.Tensor | None = None,
-    mask: torch.Tensor | None = None, tree_mask: torch.Tensor | None = None, num_splits: int | None = None,
-    return_lse: Literal[True], layout: str = 'bhsd', backend: str | None = None,
+    mask: torch.Tensor | None = None, tree_mask: torch.Tensor | None = None,
+    score_mod: Callable[..., torch.Tensor] | None = None, mask_mod: Callable[..., torch.Tensor] | None = None,
+    num_splits: int | None = None, return_lse: Literal[True], layout: str = 'bhsd', backend: str | None = None,
     validate: bool | None = None) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def decode_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, seqlens_k: torch.Tensor | None, *,
@@ -42,8 +45,9 @@ def decode_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tens
     v_block_scale: torch.Tensor | None = None, leftpad_k: torch.Tensor | None = None, scale: Number | None = None,
     causal: bool | str = False, window: Window | None = None, chunk: int | None = None, softcap: Number | None = None,
     alibi_slopes: torch.Tensor | None = None, sinks: torch.Tensor | None = None, bias: torch.Tensor | None = None,
-    mask: torch.Tensor | None = None, tree_mask: torch.Tensor | None = None, num_splits: int | None = None,
-    return_lse: bool = False, layout: str = 'bhsd', backend: str | None = None,
+    mask: torch.Tensor | None = None, tree_mask: torch.Tensor | None = None,
+    score_mod: Callable[..., torch.Tensor] | None = None, mask_mod: Callable[..., torch.Tensor] | None = None,
+    num_splits: int | None = None, return_lse: bool = False, layout: str = 'bhsd', backend: str | None = None,
     validate: bool | None = None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def mla_attention(q_nope: torch.Tensor, q_rope: torch.Tensor | None, kv_pages: torch.Tensor,
@@ -82,9 +86,10 @@ def paged_attention(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tenso
     cu_seqlens_q: torch.Tensor | None = None, max_seqlen_q: int | None = None, scale: Number | None = None,
     causal: bool | str = False, window: Window | None = None, chunk: int | None = None, softcap: Number | None = None,
     alibi_slopes: torch.Tensor | None = None, sinks: torch.Tensor | None = None, bias: torch.Tensor | None = None,
-    mask: torch.Tensor | None = None, tree_mask: torch.Tensor | None = None, num_splits: int | None = None,
-    return_lse: Literal[False] = False, layout: str = 'bhsd', page_layout: str = 'phd', backend: str | None = None,
-    validate: bool | None = None) -> torch.Tensor: ...
+    mask: torch.Tensor | None = None, tree_mask: torch.Tensor | None = None,
+    score_mod: Callable[..., torch.Tensor] | None = None, mask_mod: Callable[..., torch.Tensor] | None = None,
+    num_splits: int | None = None, return_lse: Literal[False] = False, layout: str = 'bhsd', page_layout: str = 'phd',
+    backend: str | None = None, validate: bool | None = None) -> torch.Tensor: ...
 @overload
 def paged_attention(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, page_table: torch.Tensor | PageTable,
     seqlens_k: torch.Tensor | None = None, *, k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None,
@@ -92,9 +97,10 @@ def paged_attention(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tenso
     cu_seqlens_q: torch.Tensor | None = None, max_seqlen_q: int | None = None, scale: Number | None = None,
     causal: bool | str = False, window: Window | None = None, chunk: int | None = None, softcap: Number | None = None,
     alibi_slopes: torch.Tensor | None = None, sinks: torch.Tensor | None = None, bias: torch.Tensor | None = None,
-    mask: torch.Tensor | None = None, tree_mask: torch.Tensor | None = None, num_splits: int | None = None,
-    return_lse: Literal[True], layout: str = 'bhsd', page_layout: str = 'phd', backend: str | None = None,
-    validate: bool | None = None) -> tuple[torch.Tensor, torch.Tensor]: ...
+    mask: torch.Tensor | None = None, tree_mask: torch.Tensor | None = None,
+    score_mod: Callable[..., torch.Tensor] | None = None, mask_mod: Callable[..., torch.Tensor] | None = None,
+    num_splits: int | None = None, return_lse: Literal[True], layout: str = 'bhsd', page_layout: str = 'phd',
+    backend: str | None = None, validate: bool | None = None) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def paged_attention(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, page_table: torch.Tensor | PageTable,
     seqlens_k: torch.Tensor | None = None, *, k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None,
@@ -102,9 +108,10 @@ def paged_attention(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tenso
     cu_seqlens_q: torch.Tensor | None = None, max_seqlen_q: int | None = None, scale: Number | None = None,
     causal: bool | str = False, window: Window | None = None, chunk: int | None = None, softcap: Number | None = None,
     alibi_slopes: torch.Tensor | None = None, sinks: torch.Tensor | None = None, bias: torch.Tensor | None = None,
-    mask: torch.Tensor | None = None, tree_mask: torch.Tensor | None = None, num_splits: int | None = None,
-    return_lse: bool = False, layout: str = 'bhsd', page_layout: str = 'phd', backend: str | None = None,
-    validate: bool | None = None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+    mask: torch.Tensor | None = None, tree_mask: torch.Tensor | None = None,
+    score_mod: Callable[..., torch.Tensor] | None = None, mask_mod: Callable[..., torch.Tensor] | None = None,
+    num_splits: int | None = None, return_lse: bool = False, layout: str = 'bhsd', page_layout: str = 'phd',
+    backend: str | None = None, validate: bool | None = None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def sparse_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, indices: torch.Tensor,
     counts: torch.Tensor, *, k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None,
@@ -137,30 +144,33 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, q_scale: tor
     k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None, scale: Number | None = None,
     causal: bool | str = False, window: Window | None = None, chunk: int | None = None, softcap: Number | None = None,
     alibi_slopes: torch.Tensor | None = None, sinks: torch.Tensor | None = None, bias: torch.Tensor | None = None,
-    mask: torch.Tensor | None = None, block_mask: BlockMask | None = None, seqlens_q: torch.Tensor | None = None,
-    seqlens_k: torch.Tensor | None = None, leftpad_q: torch.Tensor | None = None, leftpad_k: torch.Tensor | None = None,
-    dropout_p: Number = 0.0, dropout_seed: torch.Tensor | None = None, out_dtype: torch.dtype | None = None,
-    return_lse: Literal[False] = False, layout: str = 'bhsd', backend: str | None = None,
-    validate: bool | None = None) -> torch.Tensor: ...
+    mask: torch.Tensor | None = None, block_mask: BlockMask | None = None,
+    score_mod: Callable[..., torch.Tensor] | None = None, mask_mod: Callable[..., torch.Tensor] | None = None,
+    seqlens_q: torch.Tensor | None = None, seqlens_k: torch.Tensor | None = None, leftpad_q: torch.Tensor | None = None,
+    leftpad_k: torch.Tensor | None = None, dropout_p: Number = 0.0, dropout_seed: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None, return_lse: Literal[False] = False, layout: str = 'bhsd',
+    backend: str | None = None, validate: bool | None = None) -> torch.Tensor: ...
 @overload
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, q_scale: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None, scale: Number | None = None,
     causal: bool | str = False, window: Window | None = None, chunk: int | None = None, softcap: Number | None = None,
     alibi_slopes: torch.Tensor | None = None, sinks: torch.Tensor | None = None, bias: torch.Tensor | None = None,
-    mask: torch.Tensor | None = None, block_mask: BlockMask | None = None, seqlens_q: torch.Tensor | None = None,
-    seqlens_k: torch.Tensor | None = None, leftpad_q: torch.Tensor | None = None, leftpad_k: torch.Tensor | None = None,
-    dropout_p: Number = 0.0, dropout_seed: torch.Tensor | None = None, out_dtype: torch.dtype | None = None,
-    return_lse: Literal[True], layout: str = 'bhsd', backend: str | None = None,
+    mask: torch.Tensor | None = None, block_mask: BlockMask | None = None,
+    score_mod: Callable[..., torch.Tensor] | None = None, mask_mod: Callable[..., torch.Tensor] | None = None,
+    seqlens_q: torch.Tensor | None = None, seqlens_k: torch.Tensor | None = None, leftpad_q: torch.Tensor | None = None,
+    leftpad_k: torch.Tensor | None = None, dropout_p: Number = 0.0, dropout_seed: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None, return_lse: Literal[True], layout: str = 'bhsd', backend: str | None = None,
     validate: bool | None = None) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, q_scale: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None, scale: Number | None = None,
     causal: bool | str = False, window: Window | None = None, chunk: int | None = None, softcap: Number | None = None,
     alibi_slopes: torch.Tensor | None = None, sinks: torch.Tensor | None = None, bias: torch.Tensor | None = None,
-    mask: torch.Tensor | None = None, block_mask: BlockMask | None = None, seqlens_q: torch.Tensor | None = None,
-    seqlens_k: torch.Tensor | None = None, leftpad_q: torch.Tensor | None = None, leftpad_k: torch.Tensor | None = None,
-    dropout_p: Number = 0.0, dropout_seed: torch.Tensor | None = None, out_dtype: torch.dtype | None = None,
-    return_lse: bool = False, layout: str = 'bhsd', backend: str | None = None,
+    mask: torch.Tensor | None = None, block_mask: BlockMask | None = None,
+    score_mod: Callable[..., torch.Tensor] | None = None, mask_mod: Callable[..., torch.Tensor] | None = None,
+    seqlens_q: torch.Tensor | None = None, seqlens_k: torch.Tensor | None = None, leftpad_q: torch.Tensor | None = None,
+    leftpad_k: torch.Tensor | None = None, dropout_p: Number = 0.0, dropout_seed: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None, return_lse: bool = False, layout: str = 'bhsd', backend: str | None = None,
     validate: bool | None = None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def block_sparse_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_indices: torch.Tensor, *,
@@ -185,25 +195,30 @@ def varlen_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqle
     cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, *, q_scale: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None, scale: Number | None = None,
     causal: bool | str = False, window: Window | None = None, chunk: int | None = None, softcap: Number | None = None,
-    alibi_slopes: torch.Tensor | None = None, sinks: torch.Tensor | None = None, dropout_p: Number = 0.0,
-    dropout_seed: torch.Tensor | None = None, out_dtype: torch.dtype | None = None, return_lse: Literal[False] = False,
-    backend: str | None = None, validate: bool | None = None) -> torch.Tensor: ...
+    alibi_slopes: torch.Tensor | None = None, sinks: torch.Tensor | None = None,
+    score_mod: Callable[..., torch.Tensor] | None = None, mask_mod: Callable[..., torch.Tensor] | None = None,
+    dropout_p: Number = 0.0, dropout_seed: torch.Tensor | None = None, out_dtype: torch.dtype | None = None,
+    return_lse: Literal[False] = False, backend: str | None = None, validate: bool | None = None) -> torch.Tensor: ...
 @overload
 def varlen_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, *, q_scale: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None, scale: Number | None = None,
     causal: bool | str = False, window: Window | None = None, chunk: int | None = None, softcap: Number | None = None,
-    alibi_slopes: torch.Tensor | None = None, sinks: torch.Tensor | None = None, dropout_p: Number = 0.0,
-    dropout_seed: torch.Tensor | None = None, out_dtype: torch.dtype | None = None, return_lse: Literal[True],
-    backend: str | None = None, validate: bool | None = None) -> tuple[torch.Tensor, torch.Tensor]: ...
+    alibi_slopes: torch.Tensor | None = None, sinks: torch.Tensor | None = None,
+    score_mod: Callable[..., torch.Tensor] | None = None, mask_mod: Callable[..., torch.Tensor] | None = None,
+    dropout_p: Number = 0.0, dropout_seed: torch.Tensor | None = None, out_dtype: torch.dtype | None = None,
+    return_lse: Literal[True], backend: str | None = None,
+    validate: bool | None = None) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def varlen_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, *, q_scale: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None, scale: Number | None = None,
     causal: bool | str = False, window: Window | None = None, chunk: int | None = None, softcap: Number | None = None,
-    alibi_slopes: torch.Tensor | None = None, sinks: torch.Tensor | None = None, dropout_p: Number = 0.0,
-    dropout_seed: torch.Tensor | None = None, out_dtype: torch.dtype | None = None, return_lse: bool = False,
-    backend: str | None = None, validate: bool | None = None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+    alibi_slopes: torch.Tensor | None = None, sinks: torch.Tensor | None = None,
+    score_mod: Callable[..., torch.Tensor] | None = None, mask_mod: Callable[..., torch.Tensor] | None = None,
+    dropout_p: Number = 0.0, dropout_seed: torch.Tensor | None = None, out_dtype: torch.dtype | None = None,
+    return_lse: bool = False, backend: str | None = None,
+    validate: bool | None = None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 __all__ = ['append_kv', 'attention', 'block_sparse_attention', 'decode_attention', 'explain', 'indexer_logits',
     'make_request', 'mla_attention', 'paged_attention', 'plan', 'prepare', 'sparse_attention', 'topk_indices',
     'varlen_attention', 'write_pages']
