@@ -29,7 +29,7 @@ from portattn.errors import ArgumentError
 from portattn.launch import cache
 from portattn.launch.torch_compat import in_mode
 from portattn.planning.planner import plan
-from portattn.schema.ops import ROWS
+from portattn.schema.ops import CAPTURED, ROWS
 from portattn.schema.plan import Plan
 from portattn.schema.target import Target
 from portattn.validate.checks import as_value
@@ -191,7 +191,8 @@ def plan_request(request: Request, target: Target | None = None) -> Plan:
 # attention of jagged nested tensors: varlen_attention takes their packed rows as they lie.
 _JAGGED_OWN = ("q", "k", "v", "layout")
 # Arguments that varlen_attention has, too; all others must be None.
-_PACKED_TAKES = (*ROWS["varlen_attention"].parameters, *ROWS["varlen_attention"].fixed, "backend", "validate")
+_PACKED_TAKES = {*ROWS["varlen_attention"].parameters, *ROWS["varlen_attention"].fixed, "backend", "validate"}
+_PACKED_TAKES -= {*CAPTURED, "score_mod", "mask_mod"}  # traced by now, with numbers of dense sequences
 
 
 def are_jagged(q: Any, k: Any, v: Any) -> bool:
@@ -228,7 +229,7 @@ def packed(tensors: Sequence[Any], values: Sequence[Any]) -> dict[str, Any]:
             raise ArgumentError("attention", name, "jagged with holes", "must have no holes (hint: .contiguous())")
         rows[name] = tensor if bshd else tensor.transpose(1, 2)
     for name in given:
-        if name not in (*_JAGGED_OWN, *_PACKED_TAKES) and given[name] is not None:
+        if name not in {*_JAGGED_OWN, *_PACKED_TAKES} and given[name] is not None:
             value = tuple(given[name].shape) if isinstance(given[name], torch.Tensor) else given[name]
             raise ArgumentError("attention", name, value, "goes with dense tensors only, not with jagged ones")
     q, k, v = rows["q"], rows["k"], rows["v"]

@@ -18,7 +18,7 @@ import portattn
 from portattn.api import dispatch
 from portattn.errors import ArgumentError
 from portattn.launch import cache
-from portattn.schema.ops import COMMON, PUBLIC, ROWS, WRITERS
+from portattn.schema.ops import CAPTURED, COMMON, PUBLIC, ROWS, WRITERS
 
 
 def nested(layout: torch.layout) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -90,6 +90,7 @@ def test_every_parameter_is_among_them() -> None:
     # The same loop over the row's tensors refuses them: these are the ones that the other calls have.
     common = {*COMMON, "magicpig_bits", "magicpig_tables", "dropout_seed"}
     common |= {"q_scale", "k_scale", "v_scale", "kv_scale", "k_block_scale", "v_block_scale", "indices", "topk_length"}
+    common |= {*CAPTURED}
     for op in set(PUBLIC) - {*WRITERS, "block_sparse_attention"}:  # theirs: test_cache_writers.py, test_blocks.py
         assert set(ROWS[op].parameters) - asked[op] <= common, op
 
