@@ -17,7 +17,7 @@ from portattn.api.request import Request, settings_for
 from portattn.api.signatures import arguments_as_parts
 from portattn.config import Settings
 from portattn.schema.call import TENSORS
-from portattn.schema.ops import PUBLIC, ROWS
+from portattn.schema.ops import CAPTURED, PUBLIC, ROWS
 from portattn.validate import sparse_call
 
 
@@ -57,7 +57,7 @@ def test_arguments_that_the_operation_has_not_are_refused_as_its_call_refuses_th
 @pytest.mark.parametrize("op", PUBLIC)
 def test_a_row_has_its_operations_parameters(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     row, parameters = ROWS[op], inspect.signature(getattr(portattn, op)).parameters
-    own = {"backend", "validate", "magicpig_bits", "magicpig_tables", "block_size"}
+    own = {"backend", "validate", "magicpig_bits", "magicpig_tables", "block_size", *CAPTURED}
     assert {*row.tensors.values(), *row.values} - own == set(parameters) - own
     seen: list[Any] = []
 
@@ -90,7 +90,7 @@ def test_arguments_are_sorted_into_the_parts_of_a_kind(op: str) -> None:
     row, parts = ROWS[op], arguments_as_parts(op)
     signature = inspect.signature(getattr(portattn, op))
     named: dict[str, Any] = {name: torch.zeros(n) for n, name in enumerate(names_of(op))}
-    named |= {name: None for name in ("block_mask", "magicpig") if name in named}
+    named |= {name: None for name in ("block_mask", "magicpig", "score_mod", "mask_mod") if name in named}
     for arguments in (named, {name: named[name] for name in positional_of(op)}):
         bound = {name: MISSING if p.default is p.empty else p.default for name, p in signature.parameters.items()}
         bound |= arguments
