@@ -20,7 +20,7 @@ from portattn.api.score_trace import trace
 from portattn.api.transform_checks import leave_out, left_out
 from portattn.errors import ArgumentError
 from portattn.kernels import score_program
-from portattn.kernels.score_program import CAPTURES, SIZES, Node, Program
+from portattn.kernels.score_program import CAPTURES, SIZES, Node, ScoreProgram
 from portattn.reference.score_functions import block_marks as marks_of
 from portattn.schema.ops import CAPTURED
 
@@ -60,7 +60,7 @@ class _Reading:
             return "method", self.function(value.__func__, depth + 1), self.attributes(value.__self__, value.__func__)
         if isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType)) or _of_torch(value):
             return "fixed", id(value)
-        call = type(value).__dict__.get("__call__")
+        call: Any = type(value).__dict__.get("__call__")
         if isinstance(call, types.FunctionType) and depth < 4:
             return "object", id(type(value)), self.function(call, depth + 1), self.attributes(value, call)
         self.sure = False
@@ -208,7 +208,7 @@ def _renumbered(text: str, numbers: tuple[int, ...], ranks: tuple[int, ...]) -> 
         if node.op == "load" else node
         for node in program.nodes
     )  # fmt: skip
-    return str(Program(captures, nodes, program.result))
+    return str(ScoreProgram(captures, nodes, program.result))
 
 
 def _storable(tensor: torch.Tensor) -> torch.Tensor:

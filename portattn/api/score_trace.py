@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from portattn.errors import ArgumentError
 from portattn.kernels import score_program
-from portattn.kernels.score_program import INPUTS, Node, Program
+from portattn.kernels.score_program import INPUTS, Node, ScoreProgram
 
 _aten = torch.ops.aten
 _KINDS = {torch.bool: "b", torch.int8: "i", torch.uint8: "i", torch.int16: "i", torch.int32: "i", torch.int64: "l"}
@@ -60,7 +60,8 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self, code: Any) -> None:
         super().__init__()
-        self.code, self.nodes = code, []
+        self.code = code
+        self.nodes: list[Node] = []
         self.words: dict[int, str | _Indexed] = {}  # of tensors by their id
         self.kinds: dict[str, str] = {}
         self.alive: list[torch.Tensor] = []  # so that no id is used twice
@@ -373,7 +374,7 @@ def _number(value: Any) -> str:
 
 _TORCH = os.path.dirname(torch.__file__)
 _OWN = os.path.abspath(__file__)
-Trace = tuple[Program, list[torch.Tensor]]  # captured tensors are numbered from 0
+Trace = tuple[ScoreProgram, list[torch.Tensor]]  # captured tensors are numbered from 0
 
 
 def trace(op: str, name: str, function: Any) -> Trace:
@@ -418,7 +419,7 @@ def trace(op: str, name: str, function: Any) -> Trace:
     for number, tensor in enumerate(recorder.captured):
         captures[number] = ("f" if tensor.is_floating_point() else _KINDS[tensor.dtype], tensor.ndim, first)
         first += tensor.ndim
-    return Program(captures, tuple(recorder.nodes), word), recorder.captured
+    return ScoreProgram(captures, tuple(recorder.nodes), word), recorder.captured
 
 
 def _check_arity(op: str, name: str, function: Any, inputs: tuple[str, ...]) -> None:

@@ -84,7 +84,7 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class ScoreProgram:
     # Of each captured tensor, by its number: kind, rank, and the number of its first size among a call's.
     captures: Mapping[int, tuple[str, int, int]]
     nodes: tuple[Node, ...]
@@ -116,8 +116,8 @@ _NUMBER = re.compile(r"-?(\d+(\.\d*)?(e[+-]?\d+)?|inf)|nan|True|False")
 
 
 @functools.lru_cache(maxsize=1024)
-def parse(text: str) -> Program:
-    """Return the program of a text. Raise ValueError for a text that is none, which must not become Triton source."""
+def parse(text: str) -> ScoreProgram:
+    """Return the program of a text. Raise ValueError for any other text, which must not become Triton source."""
     captures: dict[int, tuple[str, int, int]] = {}
     nodes: list[Node] = []
     known, result = {*INPUTS, "grad"}, ""
@@ -137,7 +137,7 @@ def parse(text: str) -> Program:
             raise ValueError(f"line {line!r} is no statement of a program")
     if result not in known and not _NUMBER.fullmatch(result):
         raise ValueError("it has no result")
-    return Program(captures, tuple(nodes), result)
+    return ScoreProgram(captures, tuple(nodes), result)
 
 
 def literal(word: str) -> bool | int | float | None:
@@ -152,7 +152,7 @@ def literal(word: str) -> bool | int | float | None:
 class _Differentiation:
     """Reverse-mode differentiation of a program by its score: adjoints are added up from the result to the score."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: ScoreProgram) -> None:
         self.nodes, self.kinds = list(program.nodes), {node.name: node.kind for node in program.nodes}
         self.adjoints: dict[str, str] = {program.result: "grad"}
 
@@ -237,10 +237,10 @@ def gradient(text: str) -> str:
     for node in reversed(program.nodes):
         if node.name in work.adjoints and node.name in depends:
             work.differentiate(node)
-    return str(_pruned(Program(program.captures, tuple(work.nodes), work.adjoints.get("score", "0.0"))))
+    return str(_pruned(ScoreProgram(program.captures, tuple(work.nodes), work.adjoints.get("score", "0.0"))))
 
 
-def _pruned(program: Program) -> Program:
+def _pruned(program: ScoreProgram) -> ScoreProgram:
     """Return the program without nodes that its result does not depend on."""
     wanted, kept = {program.result}, []
     for node in reversed(program.nodes):
@@ -248,7 +248,7 @@ def _pruned(program: Program) -> Program:
             wanted.update(node.operands)
             kept.append(node)
     captures = {number: shape for number, shape in program.captures.items() if f"c{number}" in wanted}
-    return Program(captures, tuple(reversed(kept)), program.result)
+    return ScoreProgram(captures, tuple(reversed(kept)), program.result)
 
 
 def _operand(word: str) -> str:
@@ -274,7 +274,7 @@ def _load(node: Node, kind: str, sizes: list[str]) -> str:
             "b": f"({loaded}.to(tl.int32) != 0)"}[kind]  # fmt: skip
 
 
-def triton_source(program: Program, name: str, derivative: bool) -> str:
+def triton_source(program: ScoreProgram, name: str, derivative: bool) -> str:
     """Return the Triton function of a program.
 
     It takes score (a tile), b, h, q_idx and kv_idx (int32, which broadcast with the tile), the captured tensors'

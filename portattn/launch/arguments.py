@@ -95,13 +95,13 @@ def scale_strides(call: Call, names: tuple[str, ...] = ("k_scale", "v_scale")) -
 CAPTURED_SIZES = tuple(f"size_{place}" for place in range(score_program.SIZES))
 
 
-def captured(call: Call) -> dict[str, torch.Tensor | None]:
+def captured_tensors(call: Call) -> dict[str, torch.Tensor | None]:
     """Return the tensors that the call's score and mask functions read."""
     return {name: getattr(call, name) for name in CAPTURED}
 
 
 def captured_sizes(call: Call) -> dict[str, int | None]:
-    sizes = [size for tensor in captured(call).values() if tensor is not None for size in tensor.shape]
+    sizes = [size for tensor in captured_tensors(call).values() if tensor is not None for size in tensor.shape]
     return dict(zip_longest(CAPTURED_SIZES, sizes))
 
 

@@ -12,7 +12,7 @@ from portattn.launch.arguments import (
     CAPTURED_SIZES,
     alibi_stride,
     block_strides,
-    captured,
+    captured_tensors,
     captured_sizes,
     dropping,
     features,
@@ -92,7 +92,7 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
     options = {
         "seqlens_q": call.seqlens_q, "seqlens_k": call.seqlens_k, "leftpad_q": call.leftpad_q,
         "leftpad_k": call.leftpad_k, "cu_seqlens_q": call.cu_seqlens_q, "cu_seqlens_k": call.cu_seqlens_k,
-        "alibi_slopes": None, "bias": None, "mask": None, "block_mask": None, **_given(call), **captured(call),
+        "alibi_slopes": None, "bias": None, "mask": None, "block_mask": None, **_given(call), **captured_tensors(call),
         "dropout_seed": call.dropout_seed,
         "scale": float(call.scale), "softcap": float(call.softcap),
     }  # fmt: skip
