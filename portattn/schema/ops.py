@@ -10,14 +10,11 @@ import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from portattn.kernels import score_program
-
-if TYPE_CHECKING:
-    import torch
 
 FeatureKind = Literal["lengths", "tokens", "scores", "row", "result"]
 
@@ -67,33 +64,6 @@ class Flags(msgspec.Struct, frozen=True, kw_only=True):
 FEATURES: Mapping[str, Feature] = MappingProxyType(
     {field.name: field.type.__metadata__[0] for field in msgspec.structs.fields(Flags)}
 )
-
-
-@dataclass(slots=True, kw_only=True)
-class FeatureTensors:
-    """The features' tensors: a Call's fields."""
-
-    seqlens_q: torch.Tensor | None = None  # (B,) int32 on q's device: valid rows of each sequence; None: all
-    seqlens_k: torch.Tensor | None = None
-    # (B,) int32 on q's device: padding rows before the first valid row; None: none
-    leftpad_q: torch.Tensor | None = None
-    leftpad_k: torch.Tensor | None = None
-    # Read by the score and mask functions, contiguous, at most 4 axes.
-    captured_0: torch.Tensor | None = None
-    captured_1: torch.Tensor | None = None
-    captured_2: torch.Tensor | None = None
-    captured_3: torch.Tensor | None = None
-    log_weights: torch.Tensor | None = None  # (B, Hq, Lmax) float32, added to the scores of those tokens
-    alibi_slopes: torch.Tensor | None = None  # (B, Hq) float32; stride 0 over B where all sequences have the same
-    sinks: torch.Tensor | None = None  # (Hq,) float32: one more score of each row, without a value
-    bias: torch.Tensor | None = None  # (B, Hq, Sq, Sk) view, broadcast by strides of 0
-    mask: torch.Tensor | None = None  # the same; True = attend
-    # (B, Sq) int64, packed (1, Tq): bit j of a query's word is set if the query attends key j of its sequence's last
-    # keys, as many as its queries. Earlier keys are not masked.
-    tree_mask: torch.Tensor | None = None
-    # (B, Hq, blocks of queries, blocks of keys) int8, broadcast by strides of 0, each row of blocks contiguous: marks
-    # of attend.py, whether a block's queries attend any key of the other block, and whether a mask function says which.
-    block_mask: torch.Tensor | None = None
 
 
 def of_kinds(*kinds: FeatureKind) -> tuple[str, ...]:
