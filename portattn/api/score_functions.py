@@ -216,14 +216,14 @@ def _storable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.int32) if tensor.dtype in (torch.uint8, torch.int16) else tensor
 
 
-def traced_score(op: str, score_mod: Any, q: Any) -> Any:
+def traced_score_mod(op: str, score_mod: Any, q: Any) -> Any:
     """Return the program's text of score_mod, and the tensors that it reads."""
     if isinstance(score_mod, str):
         return score_mod, *[None] * CAPTURES
     return left_out["score functions"](op, "score_mod", score_mod, (None,) * CAPTURES, q)
 
 
-def traced_mask(
+def traced_mask_mod(
     op: str, mask_mod: Any, q: Any, captured_0: Any, captured_1: Any, captured_2: Any, captured_3: Any
 ) -> Any:  # fmt: skip
     """Return the program's text of mask_mod, and the tensors that it and score_mod read."""

@@ -236,9 +236,8 @@ _CAPTURED = " ".join(CAPTURED)
 _GRADIENTS = "forward_out forward_lse grad_out grad_lse grad_q grad_k grad_v"
 _OPERANDS = "q_scale k_scale v_scale"  # of quantised q, k and v
 _STORED = "k_scale v_scale k_block_scale v_block_scale"  # of a quantised cache
-_FUNCTIONS = (
-    Expansion("score_mod", "portattn.api.score_functions:traced_score", ("score_mod", *CAPTURED)),
-    Expansion("mask_mod", "portattn.api.score_functions:traced_mask", ("mask_mod", *CAPTURED)),
+_FUNCTIONS = tuple(
+    Expansion(name, f"portattn.api.score_functions:traced_{name}", (name, *CAPTURED)) for name in _MODS
 )
 _BLOCK_LISTS = {"indices": "block_indices", "counts": "block_counts"}
 _INVERTED = "block_rows block_starts block_chunks"  # the rows that list each block
