@@ -114,7 +114,7 @@ def rescale_rows(acc, factor, form):
 
 # tanh, of one number after the other: of a whole tile at a time each intermediate would take 64 registers. Near 0 much
 # cancels in (1 - e^-2x)/(1 + e^-2x), and a cap multiplies what is left wrong: below 1/4 it is the series x - x^3/3 +
-# 2x^5/15 - 17x^7/315 + 62x^9/2835 (relative error 1e-8), as in portattn/kernels/tiles.py.
+# 2x^5/15 - 17x^7/315 + 62x^9/2835 (relative error 1e-8), as in portattn/kernels/softmax.py.
 _TANH = f"""{{
 .reg .f32 x, a, far, y, p; .reg .pred low;
 mul.f32 x, $1, $2;

@@ -133,7 +133,7 @@ class DecodeSplit(CoreKernel):
         return tuple(name for name in self.choices if name not in unread)
 
     def natural_scores(self, problem: Problem) -> bool:
-        """Return whether the kernel keeps natural scores although its exponentials have base 2 (kernels/tiles.py)."""
+        """Return whether the kernel keeps natural scores although its exponentials have base 2 (kernels/softmax.py)."""
         return bool(problem.score_mod) or any(getattr(problem, name) for name in ADDED)
 
     def tiles(self, problem: Problem, launch: Launch) -> int:
