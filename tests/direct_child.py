@@ -17,7 +17,7 @@ import triton.language as tl
 
 from portattn.launch import native, triton_compat
 from portattn.launch.driver_launch import SCRATCH, DriverLauncher
-from portattn.schema.kernel_step import Step, launch_steps
+from portattn.schema.lowering import Step, launch_steps
 
 found: dict[str, object] = {"triton": triton.__version__}
 in_c = functools.partial(native.load, os.environ["PORTATTN_CACHE_DIR"])

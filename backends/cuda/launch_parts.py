@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from portattn.backends.detection import torch_device_properties
-from portattn.schema.kernel_step import Step
-from portattn.schema.lowering import FUSED
+from portattn.schema.lowering import FUSED, Step
 
 if TYPE_CHECKING:
     import torch

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from portattn.planning.backend import Variant
     from portattn.schema.call import Call
-    from portattn.schema.kernel_step import StepLauncher
+    from portattn.schema.lowering import StepLauncher
     from portattn.schema.problem import Problem
     from portattn.schema.target import Target
     from portattn.worker.client import Worker

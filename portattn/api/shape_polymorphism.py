@@ -23,7 +23,7 @@ from portattn.planning.backend import Variant
 from portattn.planning.planner import plan
 from portattn.schema.call import TENSORS, Call
 from portattn.schema.compile_record import CompileRecord
-from portattn.schema.kernel_step import Buffers, Step, StepLauncher
+from portattn.schema.lowering import Buffers, Step, StepLauncher
 from portattn.schema.plan import Plan
 from portattn.schema.symbolic_int import Size, Trace, Untraceable, pin_sizes, plain_sizes
 from portattn.schema.target import Target

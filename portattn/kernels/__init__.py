@@ -2,7 +2,6 @@
 
 tiles.py     named primitives that take the choices; softmax.py: those of the softmax
 score_program.py  score and mask functions as Triton functions
-optional_constructs.py   constructs that not every toolchain has
 records.py   jit: records as arguments; arguments.py: the records
 attend.py    the loop over key tiles that the kernels with matrix products share
 dense.py     dense_forward: dense and packed tensors

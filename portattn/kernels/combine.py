@@ -8,8 +8,8 @@ import triton.language as tl
 
 from portattn.kernels import records
 from portattn.kernels.arguments import Output
-from portattn.kernels.optional_constructs import wait_for_kernel_before
 from portattn.kernels.softmax import exponential, finalize, lowest, natural_lse, sink_score, store_state
+from portattn.kernels.tiles import wait_for_kernel_before
 
 
 @records.jit

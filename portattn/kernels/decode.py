@@ -26,10 +26,10 @@ from portattn.kernels.attend_packed16 import attend_packed16
 from portattn.kernels.attend_packed16_swap_ab import attend_packed16_swap_ab
 from portattn.kernels.combine import store_rows, with_sink
 from portattn.kernels.dequantize import DS_GROUP, head_scale
-from portattn.kernels.optional_constructs import let_next_kernel_begin
 from portattn.kernels.score_program import with_functions  # noqa: F401 - compilers look it up here
 from portattn.kernels.softmax import init_softmax, tree_bits
 from portattn.kernels.tiles import (
+    let_next_kernel_begin,
     of_a_sequence,
     packed_bounds,
     packed_tile,

@@ -22,10 +22,9 @@ from portattn.kernels import records
 from portattn.kernels.arguments import ScoreMods
 from portattn.kernels.attend import in_chunk
 from portattn.kernels.dropout import head_words, kept_tile
-from portattn.kernels.optional_constructs import describe_numbers
 from portattn.kernels.softmax import apply_softcap, call_mod, exponential, softmax_scale
 from portattn.kernels.split_bf16 import dot
-from portattn.kernels.tiles import load_query_rows, sequence_bounds
+from portattn.kernels.tiles import describe_numbers, load_query_rows, sequence_bounds
 
 
 @triton.jit

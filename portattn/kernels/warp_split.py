@@ -17,11 +17,10 @@ import triton.language as tl
 from portattn.kernels import records
 from portattn.kernels.arguments import Output
 from portattn.kernels.combine import store_rows, with_sink
-from portattn.kernels.optional_constructs import let_next_kernel_begin
 from portattn.kernels.paged_addressing import key_places, key_pointers, page_from, pages_from
 from portattn.kernels.softmax import exponential, lowest, softmax_scale
 from portattn.kernels.split_bf16 import add_dot, dot
-from portattn.kernels.tiles import load_query_rows, packed_bounds, packed_tile, sequence_bounds
+from portattn.kernels.tiles import let_next_kernel_begin, load_query_rows, packed_bounds, packed_tile, sequence_bounds
 
 
 @triton.jit

@@ -20,7 +20,7 @@ from portattn.launch.run import DescriptorMemory, descriptor_memory, fresh_memor
 from portattn.launch.torch_compat import contiguous, runtime
 from portattn.launch.triton_compat import UnsupportedLaunch
 from portattn.schema.call import TENSORS
-from portattn.schema.kernel_step import Buffers, Step
+from portattn.schema.lowering import Buffers, Step
 from portattn.schema.plan import Plan
 from portattn.schema.problem import Problem
 from portattn.schema.symbolic_int import ProgramOutputs, Size, Trace, TraceProgram, pin_sizes, plain_sizes

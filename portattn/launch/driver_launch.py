@@ -41,7 +41,7 @@ from typing import Any
 
 from portattn.launch import cudadriver, triton_compat
 from portattn.launch.triton_compat import TENSOR_MAP, TENSOR_MAP_BYTES, UnsupportedLaunch
-from portattn.schema.kernel_step import Step
+from portattn.schema.lowering import Step
 from portattn.schema.symbolic_int import ProgramOutputs, Size, most, plain_sizes
 
 MAPS = 64  # tensor maps kept for a descriptor: 128 bytes each, made in 1 µs

@@ -18,15 +18,14 @@ import torch
 from portattn.kernels.score_program import parse
 from portattn.planning.kernel_specs.backward import chunks_of
 from portattn.schema.call import TENSORS, Call
-from portattn.schema.kernel_step import Step
-from portattn.schema.lowering import FUSED, Launch
+from portattn.schema.lowering import FUSED, Launch, Step
 from portattn.schema.ops import CAPTURED, FEATURES, ROWS
 from portattn.schema.problem import Problem
 from portattn.schema.problem_limits import WORD_ALIGNMENT, ds_row_bytes
 from portattn.schema.tensors import INT32_MAX, KV_STORED, POINTER_ALIGNMENT, TORCH_DTYPE, TRITON_DTYPE, TWO_GIB, spans
 
 if TYPE_CHECKING:
-    from portattn.schema.kernel_step import StepLauncher
+    from portattn.schema.lowering import StepLauncher
 
 
 @dataclass(slots=True)

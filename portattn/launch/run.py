@@ -19,7 +19,7 @@ from portattn.kernels.score_program import with_functions
 from portattn.launch import cudadriver
 from portattn.launch.kernelcall import KernelCall
 from portattn.planning.backend import Variant
-from portattn.planning.compiler_options import backend_options
+from portattn.planning.data_files import backend_options
 from portattn.schema.call import TENSORS, Call
 from portattn.schema.lowering import FUSED
 from portattn.schema.ops import ROWS

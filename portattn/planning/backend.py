@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from portattn.schema.call import Call
-    from portattn.schema.kernel_step import StepLauncher
+    from portattn.schema.lowering import StepLauncher
     from portattn.schema.plan import Rejection
     from portattn.schema.problem import Problem
     from portattn.schema.target import Arch, Target

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from portattn.errors import DataError, PluginWarning, PortattnError, warn_caller
-from portattn.planning import compiler_options
+from portattn.planning import data_files
 from portattn.planning.backend import ENTRY_POINT_GROUP, INTERFACES, Backend, Variant, VendorPath
 from portattn.planning.data_files import load_arches, load_tuning, load_verified
 from portattn.planning.quirk_files import ANY, check_file
@@ -80,7 +80,7 @@ def find(own: Mapping[str, Backend], own_quirks: Collection[str]) -> tuple[dict[
     left_out = [name for brings in brought.values() for name in brings if name not in names]
     found = {name: brings[name] for brings in brought.values() for name in brings if name in names}
     compilers.bring(found, left_out, [one.told() for one in broken])
-    compiler_options.bring({name: one.options for name, one in usable.items()})
+    data_files.bring_options({name: one.options for name, one in usable.items()})
     return usable, broken
 
 
@@ -110,7 +110,7 @@ def _find(
             loaded[backend.name] = _Loaded(package=package, backend=backend, brings=brings, faults=faults)
     # Files of one package may name the compilers of another.
     compilers.bring({name: one for each in loaded.values() for name, one in each.brings.items()})
-    compiler_options.bring({name: one.backend.options for name, one in loaded.items()})
+    data_files.bring_options({name: one.backend.options for name, one in loaded.items()})
     # A quirk may name a backend that another package brings, broken or not.
     names = (*own, *loaded, *(b.name for b in broken))
     usable: dict[str, Backend] = {}
@@ -253,8 +253,8 @@ def _check_backend(backend: Any, taken: Collection[str]) -> None:
 
 def _check_options(backend: Backend, loaded: Mapping[str, _Loaded]) -> None:
     """Raise PortattnError on launch options that are no names with types, or contradict another backend's types."""
-    earlier = {**compiler_options.own(), **{name: one.backend.options for name, one in loaded.items()}}
-    if wrong := compiler_options.declared_wrongly(backend.options, earlier):
+    earlier = {**data_files.own_options(), **{name: one.backend.options for name, one in loaded.items()}}
+    if wrong := data_files.declared_wrongly(backend.options, earlier):
         raise PortattnError(f"{type(backend).__name__}.options {wrong}")
 
 

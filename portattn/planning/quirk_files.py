@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from portattn.errors import DataError
-from portattn.planning.compiler_options import check_launch_values, check_option, options
+from portattn.planning.data_files import check_launch_values, check_option, options
 from portattn.schema import compilers, conditions, toml_reader
 from portattn.schema.lowering import CHOICES, EVERY_KERNELS, check_rows_value
 from portattn.schema.quirk import EFFECTS, NUMBER, STAGES, Effect, Quirk, When

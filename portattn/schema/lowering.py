@@ -1,12 +1,17 @@
 """Lowering: the choices that a kernel's source leaves open. Launch: its block sizes and compiler options.
-A quirk file can pick a choice's value; only a code change can add a choice (docs/lowering.md)."""
+A quirk file can pick a choice's value; only a code change can add a choice (docs/lowering.md).
+Step: one kernel launch of a variant as data. StepLauncher: a launcher that describes its launches as Steps."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal, get_args, get_type_hints
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args, get_type_hints
 
 import msgspec
+
+if TYPE_CHECKING:
+    import torch
 
 DotPrecision = Literal["ieee", "tf32", "tf32x3", "bf16x6", "hf32"]
 
@@ -79,7 +84,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 OptionValue = bool | int | str
 
 # Options of some backends' compilers: backend -> name -> type. Each backend declares its own
-# (planning/compiler_options.py). A launch passes its options on as they are: quirk and tuning files that give a backend
+# (planning/data_files.py). A launch passes its options on as they are: quirk and tuning files that give a backend
 # another's option are refused when they are read. An absent backend has none.
 BackendOptions = Mapping[str, Mapping[str, type]]
 
@@ -194,3 +199,57 @@ def check_launch_values(values: dict[str, Any], backend: str | None, known: Back
             raise ValueError(f"unknown launch value {name!r}; known: {', '.join([*fields, *options])}")
         elif type(value) is not options[name]:
             raise ValueError(f"launch {name} is {value!r}, but must be of type {options[name].__name__}")
+
+
+Buffers: TypeAlias = "dict[str, tuple[tuple[int, ...], torch.dtype]]"
+
+
+@dataclass(slots=True)
+class Step:
+    kernel: Any  # a `@triton.jit` or `@gluon.jit` function
+    grid: tuple[int, ...]  # up to three numbers of programs
+    arguments: Mapping[str, Any]  # every argument by name: tensors, descriptors, numbers, None, tl.constexpr
+    options: Mapping[str, Any]  # compiler options: num_warps, num_stages, maxnreg, launch_pdl, …
+    # argument -> name of its tensor, for tensors that change from call to call
+    roles: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def values(self) -> list[Any]:
+        return [self.arguments[name] for name in self.kernel.arg_names]
+
+
+def launch_steps(steps: Sequence[Step]) -> None:
+    """Launch through Triton, which compiles missing kernels."""
+    for step in steps:
+        step.kernel[step.grid](*step.values, **step.options)
+
+
+class StepLauncher:
+    """A launcher (`Variant.launcher`) that describes its launches by Steps. Calling it launches through Triton.
+
+    `driver_launch.DriverLauncher` launches later calls and calls `steps` once: `steps` may depend only on the tensors'
+    shapes, strides and types, and the roles must name every tensor and descriptor of a Step.
+
+    Args:
+        buffers: shapes and dtypes, by name, of tensors that pass between the kernels; allocated for each call
+        each: functions, by name, that return one more tensor for a launch (a counter, say), kept as long as the launch
+    """
+
+    def __init__(self, buffers: Buffers | None = None, each: Mapping[str, Callable[[], torch.Tensor]] | None = None):
+        self.buffers, self.each = buffers or {}, each or {}
+
+    def steps(self, tensors: Mapping[str, Any]) -> list[Step]:
+        """Return a call's launches. `tensors` has the Call's tensors by name, out, lse, and the tensors of `fresh`."""
+        raise NotImplementedError
+
+    def fresh(self, q: torch.Tensor, given: Mapping[str, Any] | None = None) -> dict[str, torch.Tensor]:
+        """Return the missing buffers and the tensors of `each`."""
+        buffers = {
+            name: q.new_empty(shape, dtype=dtype)
+            for name, (shape, dtype) in self.buffers.items()
+            if (given or {}).get(name) is None
+        }
+        return {**buffers, **{name: give() for name, give in self.each.items()}}
+
+    def __call__(self, tensors: Mapping[str, Any]) -> None:
+        launch_steps(self.steps({**tensors, **self.fresh(tensors["q"], tensors)}))

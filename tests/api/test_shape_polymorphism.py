@@ -16,7 +16,7 @@ from portattn.api import dispatch, shape_polymorphism
 from portattn.config import Settings
 from portattn.launch import cache
 from portattn.launch.symbolic_tensor import SymbolicTensor, TensorKind
-from portattn.schema.kernel_step import Step
+from portattn.schema.lowering import Step
 from portattn.schema.ops import ROWS
 from portattn.schema.symbolic_int import Trace, Untraceable, plain_sizes
 from portattn.validate import build_call

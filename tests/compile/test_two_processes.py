@@ -132,7 +132,7 @@ ROOT = Path(__file__).parent.parent.parent
 TAKEN_OVER = [
     "backends/cuda/hopper_forward/quantized_variants.py", "backends/cuda/hopper_forward/quantized_variants.py",
     "backends/cuda/hopper_indexer/variant.py", "backends/cuda/hopper_latent/variant.py",
-    "portattn/launch/cached_launch.py", "portattn/launch/run.py", "portattn/schema/kernel_step.py",
+    "portattn/launch/cached_launch.py", "portattn/launch/run.py", "portattn/schema/lowering.py",
 ]  # fmt: skip
 
 

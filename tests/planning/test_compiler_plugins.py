@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from portattn.backends.cpu import CpuBackend
-from portattn.planning import compiler_options, plugins
+from portattn.planning import data_files, plugins
 from portattn.planning.backend import INTERFACES, Backend
 from portattn.planning.registry import look_around
 from portattn.schema import compilers
@@ -29,11 +29,11 @@ PROVENANCE = '[provenance]\nchip = "none"\ntoolchain = "triton-new==1.0"\ndate =
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
     before = {name: one for name, one in compilers.all_compilers().items() if name not in compilers.own()}
-    own = compiler_options.own()
-    options = {name: one for name, one in compiler_options.backend_options().items() if name not in own}
+    own = data_files.own_options()
+    options = {name: one for name, one in data_files.backend_options().items() if name not in own}
     yield
     compilers.bring(before)
-    compiler_options.bring(options)
+    data_files.bring_options(options)
 
 
 def backend(folder: Path, own_name: str, compiler: str, **own: Any) -> type[Backend]:
@@ -159,13 +159,13 @@ def test_options_of_launches_are_known_as_long_as_their_package_is_not_broken(mo
     provides(monkeypatch, first)
     found, broken = look_around()
     assert ("first" in found, broken) == (True, ())
-    compiler_options.check_launch_values({"lanes": 8}, "first")
+    data_files.check_launch_values({"lanes": 8}, "first")
     with pytest.raises(ValueError, match="launch lanes is an option of first, and not of cuda"):
-        compiler_options.check_launch_values({"lanes": 8}, "cuda")
+        data_files.check_launch_values({"lanes": 8}, "cuda")
     tuning.write_text(PROVENANCE + entry.format('lanes = "4"'))
     _, [broken_now] = look_around()
     assert "launch lanes is '4', but must be of type int" in broken_now.told()
-    assert "lanes" not in compiler_options.options(), "of a package that is left out nothing is known"
+    assert "lanes" not in data_files.options(), "of a package that is left out nothing is known"
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,7 @@ from portattn.backends.cuda.launch_parts import flat, make_descriptor, multiproc
 from portattn.backends.cuda.schedules import BACKWARD, NEEDS, TIMED_WITH, find_schedule, foreign
 from portattn.planning.backend import Variant
 from portattn.planning.kernel_specs import ceil_div, heads_together
-from portattn.schema.kernel_step import Buffers, Step, StepLauncher
-from portattn.schema.lowering import FUSED
+from portattn.schema.lowering import FUSED, Buffers, Step, StepLauncher
 from portattn.schema.plan import Rejection
 from portattn.schema.problem_limits import UNLIMITED
 from portattn.schema.symbolic_int import least, most

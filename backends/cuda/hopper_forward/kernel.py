@@ -45,7 +45,7 @@ from portattn.backends.cuda.hopper_forward.tile_scheduler import (
     tile_keys,
     work_of,
 )
-from portattn.kernels.optional_constructs import let_next_kernel_begin
+from portattn.kernels.tiles import let_next_kernel_begin
 
 
 @gluon.jit

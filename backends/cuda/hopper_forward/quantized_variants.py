@@ -11,8 +11,7 @@ from portattn.backends.cuda.hopper_forward.variant import ForwardLauncher, Forwa
 from portattn.backends.cuda.launch_parts import make_descriptor, with_copies
 from portattn.backends.cuda.schedules import FP8_FORWARD, INT8_FORWARD, NEEDS
 from portattn.planning.kernel_specs import ceil_div
-from portattn.schema.kernel_step import Step, StepLauncher
-from portattn.schema.lowering import FUSED
+from portattn.schema.lowering import FUSED, Step, StepLauncher
 from portattn.schema.plan import Rejection
 
 if TYPE_CHECKING:

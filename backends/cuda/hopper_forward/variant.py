@@ -17,8 +17,7 @@ from portattn.backends.cuda.schedules import FORWARD, NEEDS, TIMED_WITH, find_sc
 from portattn.planning.backend import Variant
 from portattn.planning.kernel_specs import ceil_div, heads_together, occupied_tiles
 from portattn.planning.kernel_specs.base import split_cheapest
-from portattn.schema.kernel_step import Buffers, Step, StepLauncher
-from portattn.schema.lowering import FUSED
+from portattn.schema.lowering import FUSED, Buffers, Step, StepLauncher
 from portattn.schema.ops import BACKWARD
 from portattn.schema.plan import Rejection
 from portattn.schema.problem_limits import UNLIMITED

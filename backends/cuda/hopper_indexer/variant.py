@@ -11,8 +11,7 @@ from portattn.backends.cuda.launch_parts import describe, multiprocessors, with_
 from portattn.backends.cuda.schedules import INDEXER, NEEDS, TIMED_WITH, foreign
 from portattn.planning.backend import Variant
 from portattn.planning.kernel_specs import ceil_div
-from portattn.schema.kernel_step import Step, StepLauncher
-from portattn.schema.lowering import FUSED
+from portattn.schema.lowering import FUSED, Step, StepLauncher
 from portattn.schema.plan import Rejection
 from portattn.schema.symbolic_int import least, pin_sizes
 

@@ -13,8 +13,7 @@ from portattn.backends.cuda.schedules import LATENT, NEEDS, TIMED_WITH, foreign
 from portattn.planning.backend import Variant
 from portattn.planning.kernel_specs import ceil_div
 from portattn.planning.kernel_specs.base import split_cheapest
-from portattn.schema.kernel_step import Buffers, Step, StepLauncher
-from portattn.schema.lowering import FUSED
+from portattn.schema.lowering import FUSED, Buffers, Step, StepLauncher
 from portattn.schema.plan import Rejection
 from portattn.schema.symbolic_int import least, most, next_power_of_two, pin_sizes
 

@@ -12,7 +12,7 @@ from packaging.version import Version
 
 from portattn.errors import ArgumentError
 from portattn.planning.backend import Variant
-from portattn.planning.compiler_options import options
+from portattn.planning.data_files import options
 from portattn.planning.kernel_specs import CORES, CoreKernel
 from portattn.planning.registry import Registry
 from portattn.schema import compilers, toml_reader

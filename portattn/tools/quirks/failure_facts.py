@@ -14,7 +14,7 @@ import msgspec
 from portattn.errors import ArgumentError
 from portattn.files import read_limited
 from portattn.launch import Signature
-from portattn.planning import compiler_options
+from portattn.planning import data_files
 from portattn.planning.kernel_specs import CORES
 from portattn.planning.registry import Registry
 from portattn.schema import compilers
@@ -147,7 +147,7 @@ def permitted_signature(given: Mapping[str, Any] | None, registry: Registry) -> 
         if not _TYPE.fullmatch(kind):
             limit = "must be a scalar, a pointer or a descriptor, such as i32, *fp16 or tensordesc<fp16[64, 128]>"
             return None, [f"kernel {kernel}: the type of argument {name} is {kind!r}, but {limit}"]
-    declared = {"num_warps": int, "num_stages": int, **compiler_options.options()}
+    declared = {"num_warps": int, "num_stages": int, **data_files.options()}
     kept: dict[str, bool | int | str] = {}
     left_out = []
     for name, value in signature.options.items():

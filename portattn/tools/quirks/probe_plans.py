@@ -16,7 +16,7 @@ from portattn.config import Settings
 from portattn.errors import ArgumentError, PortattnError
 from portattn.launch import KernelCall, kernel_calls, meta_call
 from portattn.planning.backend import Variant
-from portattn.planning.compiler_options import check_launch_values, options
+from portattn.planning.data_files import check_launch_values, options
 from portattn.planning.kernel_specs import CORES
 from portattn.planning.planner import plan
 from portattn.planning.registry import Registry

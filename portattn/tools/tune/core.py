@@ -14,7 +14,7 @@ from portattn.compile.ensure_compiled import code_key, compile_in, first_line, o
 from portattn.config import Settings
 from portattn.errors import PathUnavailable
 from portattn.launch import KernelCall, Signature, kernel_calls, launch_all, meta_call
-from portattn.planning.compiler_options import backend_options, options
+from portattn.planning.data_files import backend_options, options
 from portattn.planning.kernel_specs import CORES, CoreKernel, head_columns
 from portattn.planning.planner import plan
 from portattn.planning.registry import Registry

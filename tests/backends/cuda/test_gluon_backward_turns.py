@@ -24,7 +24,7 @@ from portattn.backends.cuda.hopper_backward import variant as backward
 from portattn.backends.cuda.hopper_backward.variant import BackwardVariant
 from portattn.launch.run import launch_tensors
 from portattn.schema.call import Call
-from portattn.schema.kernel_step import launch_steps
+from portattn.schema.lowering import launch_steps
 from portattn.testing.tolerance import nan_filled_memory
 
 pytest.importorskip("triton.experimental.gluon")

@@ -6,7 +6,7 @@ import pytest
 from places import tables
 
 from portattn.errors import DataError
-from portattn.planning.compiler_options import check_launch_values
+from portattn.planning.data_files import check_launch_values
 from portattn.planning.kernel_specs import CORES
 from portattn.planning.registry import Registry, parse_target
 from portattn.schema.lowering import CHOICES, OF_ROWS
