@@ -20,6 +20,7 @@ from portattn.launch.backward import rows_by_block
 from portattn.planning.backend import PathRejection
 from portattn.planning.core_path import backward_problem, own_names, own_path
 from portattn.planning.kernel_specs import CORES, ceil_div
+from portattn.reference.score_functions import lists_by_key
 from portattn.schema.ops import BACKWARD, CAPTURED, ROWS
 from portattn.schema.problem import Problem
 
@@ -96,6 +97,8 @@ def gradients(
     if "block_rows" in at and lse.numel():
         for name, made in zip(("block_rows", "block_starts", "block_chunks"), way.listed(tensors, values), strict=True):
             given[at[name]] = made
+    if "block_queries" in at and (lists := tensors[way.source["block_mask"]]) is not None:
+        given[at["block_queries"]] = lists_by_key(lists)
     if lse.numel():
         ready, before = tuple(given), dispatch.last_plan_state()
         delta = lookup(way.op, ready, fixed, tuple(lengths))

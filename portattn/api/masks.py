@@ -14,6 +14,7 @@ from portattn.api.score_functions import cached_trace
 from portattn.config import current
 from portattn.errors import ArgumentError, warn_caller
 from portattn.reference.dropout import block_mask
+from portattn.reference.score_functions import PART, WHOLE, block_lists
 from portattn.schema.problem_limits import MAX_TREE
 from portattn.validate.checks import check_dense, check_share, check_size
 from portattn.validate.values import reads
@@ -207,10 +208,10 @@ class BlockMask(NamedTuple):
 def block_tensors(
     block_mask: Any, mask: Any, mask_mod: Any, q: Any, k: Any, layout: Any, validate: bool | None = None
 ) -> tuple[Any, Any, Any, Any]:
-    """Return the marks of blocks, the mask, the block size and the mask function. Raises ArgumentError.
+    """Return lists of blocks, the mask, the block size and the mask function. Raises ArgumentError.
 
-    Marks are int8 (B or 1, Hq or 1, R, C): 0 for a block that no list names, 1 for one whose scores the mask function
-    decides, 2 for any other. Nothing waits for the device unless values are checked there."""
+    The lists are int32 (B or 1, Hq or 1, R, C + 2), as a Call has them: a block whose scores the mask function decides
+    is a part, any other whole. Nothing waits for the device unless values are checked there."""
     lists = block_mask
     if not isinstance(block_mask, BlockMask):
         lists = _of_torch(block_mask)
@@ -241,9 +242,10 @@ def block_tensors(
     if lists is not block_mask:
         _check_heads(places, q.shape[0], q.shape[3 - axis])
         mask, mask_mod = _with_mod(block_mask, mask, mask_mod, q, rows, keys)
-    decides = 1 if mask_mod is not None else 2
-    marks = [_map(place, down, across, mark) for place, mark in zip(places, (decides, 2), strict=False)]
-    return marks[0] if len(marks) == 1 else torch.maximum(*marks), mask, size, mask_mod
+    decides = PART if mask_mod is not None else WHOLE
+    marks = [_map(place, down, across, mark) for place, mark in zip(places, (decides, WHOLE), strict=False)]
+    merged = marks[0] if len(marks) == 1 else torch.maximum(*marks)
+    return block_lists(merged, (rows, keys), size), mask, size, mask_mod
 
 
 def _check_same(part: torch.Tensor, full: Any) -> None:
@@ -265,7 +267,7 @@ def _check_heads(places: list[torch.Tensor], batch: int, heads: int) -> None:
 
 
 def _map(place: torch.Tensor, down: int, across: int, mark: int) -> torch.Tensor:
-    """Return int8 (B or 1, Hq or 1, R, C), the last axis contiguous: the mark of the blocks that a list names, or 0."""
+    """Return int8 (B or 1, Hq or 1, R, C): the mark of the blocks that a list names, or 0."""
     # The columns before the first block and after the last take numbers of no block.
     found = torch.zeros(*place.shape[:2], down, across + 2, dtype=torch.int8, device=place.device)
     return found.scatter(3, place.clamp(-1, across).long() + 1, mark)[..., 1:-1]

@@ -1,4 +1,4 @@
-"""score_mod and mask_mod as arguments of operations: programs' texts, the tensors that they read, and marks of blocks.
+"""score_mod and mask_mod as arguments of operations: programs' texts, the tensors that they read, and lists of blocks.
 
 A trace is cached by the function's code, the values that it reads, and the shapes of its tensors: the next call with
 other tensors of these shapes traces nothing, and neither does a new lambda with the same code.
@@ -21,12 +21,12 @@ from portattn.api.transform_checks import leave_out, left_out
 from portattn.errors import ArgumentError
 from portattn.kernels import score_program
 from portattn.kernels.score_program import CAPTURES, SIZES, Node, ScoreProgram
-from portattn.reference.score_functions import block_marks as marks_of
+from portattn.reference.score_functions import block_lists, block_marks
 from portattn.schema.ops import CAPTURED
 
 Captured = tuple[torch.Tensor | None, ...]
 BLOCK = 128  # queries, and keys, of a block whose mask is looked at
-_MOST_TRACES, _MOST_MARKS = 512, 32
+_MOST_TRACES, _MOST_LISTS = 512, 32
 
 
 class _Reading:
@@ -240,14 +240,14 @@ def _traced(op: str, name: str, function: Any, before: Captured, q: Any) -> Any:
 
 leave_out("score functions", _traced, "portattn traces score_mod and mask_mod itself, outside the graph")
 
-_marks: OrderedDict[Any, tuple[list[Any], torch.Tensor]] = OrderedDict()
+_lists: OrderedDict[Any, tuple[list[Any], torch.Tensor]] = OrderedDict()
 
 
-def block_marks(
+def mask_blocks(
     mask_mod: str, q: Any, k: Any, layout: Any, block_mask: Any, block_size: Any, leftpad_q: Any, leftpad_k: Any,
     captured_0: Any, captured_1: Any, captured_2: Any, captured_3: Any,
 ) -> Any:  # fmt: skip
-    """Return the marks of blocks of a mask function and the size of a block, cached by function, sizes and tensors.
+    """Return the lists of blocks of a mask function and the size of a block, cached by function, sizes and tensors.
 
     Nothing for calls that have lists of blocks, left padding (blocks count from row 0), or few scores."""
     if block_mask is not None or leftpad_q is not None or leftpad_k is not None:
@@ -259,27 +259,28 @@ def block_marks(
     if min(sizes) == 0 or max(sizes[2:]) <= BLOCK:
         return None, None
     captured = dict(zip(CAPTURED, (captured_0, captured_1, captured_2, captured_3), strict=True))
-    return left_out["block marks"](mask_mod, captured, sizes, q.device), (BLOCK, BLOCK)
+    return left_out["block lists"](mask_mod, captured, sizes, q.device), (BLOCK, BLOCK)
 
 
-def _cached_marks(text: str, captured: dict[str, Any], sizes: tuple[int, int, int, int], device: Any) -> torch.Tensor:
+def _cached_lists(text: str, captured: dict[str, Any], sizes: tuple[int, int, int, int], device: Any) -> torch.Tensor:
     tensors = [tensor for tensor in captured.values() if tensor is not None]
     program = score_program.parse(text)
     batch, heads = sizes[0] if program.uses("b") else 1, sizes[1] if program.uses("h") else 1
     plain = all(type(t) in (torch.Tensor, torch.nn.Parameter) and not t.is_inference() for t in tensors)
     key = (text, (batch, heads, *sizes[2:]), device, tuple((id(t), t._version) for t in tensors)) if plain else None
     with _lock:
-        known = _marks.get(key)
+        known = _lists.get(key)
     if key is not None and known is not None and all(ref() is t for ref, t in zip(known[0], tensors, strict=True)):
         return known[1]
     with torch.no_grad():
-        made = marks_of(text, captured, sizes, (BLOCK, BLOCK), device)
+        marks = block_marks(text, captured, sizes, (BLOCK, BLOCK), device)
+        made = block_lists(marks, sizes[2:], (BLOCK, BLOCK))
     if key is not None:
         with _lock:
-            _marks[key] = [weakref.ref(t) for t in tensors], made
-            while len(_marks) > _MOST_MARKS:
-                _marks.popitem(last=False)
+            _lists[key] = [weakref.ref(t) for t in tensors], made
+            while len(_lists) > _MOST_LISTS:
+                _lists.popitem(last=False)
     return made
 
 
-leave_out("block marks", _cached_marks, "portattn looks which blocks mask_mod hides outside the graph")
+leave_out("block lists", _cached_lists, "portattn looks which blocks mask_mod hides outside the graph")

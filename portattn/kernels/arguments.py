@@ -95,6 +95,7 @@ class TileRange(NamedTuple):
     full_begin, full_end  the tiles that every row attends whole
     end                   no row attends a key from here on, and none is read
     blocks, BLOCK         None, or a list of blocks of BLOCK keys, through which tiles are found (attend.listed_start)
+    LIMITED               of a list: rows attend a part of any tile, of whole blocks too
     """
 
     origin: Any
@@ -105,6 +106,7 @@ class TileRange(NamedTuple):
     end: Any
     blocks: Any = None
     BLOCK: constexpr = 1  # type: ignore[assignment]
+    LIMITED: constexpr = False  # type: ignore[assignment]
 
 
 class ScoreMods(NamedTuple):

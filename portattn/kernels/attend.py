@@ -224,44 +224,30 @@ def step_start(step, origin, first_step, full_begin, full, BLOCK_N: tl.constexpr
 
 
 @triton.jit
-def listed_start(blocks, place, end, BLOCK: tl.constexpr):
+def listed_start(blocks, place, end, BLOCK: tl.constexpr, INSIDE: tl.constexpr):
     """Return the first key of the tile at a place of a list of blocks of BLOCK keys; `end` for a hole.
 
-    A block behind the end, whatever its number, gives `end` too, from which on nothing is read.
+    A block behind the end, whatever its number, gives `end` too, from which on nothing is read. INSIDE: any number
+    gives a tile of a block that ends by `end`.
     """
     block = tl.load(blocks + place // BLOCK)
-    start = tl.minimum(block, tl.cdiv(end, BLOCK)) * BLOCK + place % BLOCK
-    return tl.where(block < 0, end, tl.minimum(start, end))
-
-
-# Marks of blocks: 0 hidden, 1 attended in part, as a mask function says, 2 attended whole but for all other limits.
-WHOLE: tl.constexpr = tl.constexpr(2)
-
-
-@triton.jit
-def mark_after(marks, stride, block, last_block):
-    """Return the mark of the block after `block`; 0 behind the last."""
-    mark = tl.load(marks + tl.minimum(block + 1, last_block - 1) * stride).to(tl.int32)
-    return tl.where(block + 1 < last_block, mark, 0)
+    if INSIDE:
+        start = tl.minimum(tl.maximum(block, 0), end // BLOCK - 1) * BLOCK + place % BLOCK
+    else:
+        start = tl.minimum(block, tl.cdiv(end, BLOCK)) * BLOCK + place % BLOCK
+        start = tl.where(block < 0, end, tl.minimum(start, end))
+    return start
 
 
 @triton.jit
-def run_of_blocks(mark, following, begin, block, first, full_begin, full_end, last, PER_BLOCK: tl.constexpr,
-                  MASKED: tl.constexpr):  # fmt: skip
-    """Return the tiles (first, full_begin, full_end, last) of the blocks [begin, block] of one mark, if they end here;
-    otherwise none.
+def listed_tiles(listed, length, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return the ends of the whole tiles and of all tiles of a block mask's list of blocks of `length` keys (or rows).
 
-    first to last   all tiles, of which PER_BLOCK lie in a block
-    MASKED          blocks that are not attended whole are attended as a mask function says: all their tiles are edges
+    The list begins with the counts of its whole blocks and of the others; more than there are do not count.
     """
-    ends = (mark != 0) & (following != mark)
-    own_first = tl.maximum(begin * PER_BLOCK, first)
-    own_last = tl.where(ends, tl.minimum((block + 1) * PER_BLOCK, last), own_first)
-    own_begin = tl.minimum(tl.maximum(full_begin, own_first), own_last)
-    own_end = tl.minimum(tl.maximum(full_end, own_begin), own_last)
-    if MASKED:
-        own_end = tl.where(mark == WHOLE, own_end, own_begin)
-    return own_first, own_begin, own_end, own_last
+    whole = tl.minimum(tl.maximum(tl.load(listed), 0), length // BLOCK)
+    others = tl.minimum(tl.maximum(tl.load(listed + 1), 0), tl.cdiv(length, BLOCK) - whole)
+    return whole * (BLOCK // BLOCK_N), (whole + others) * (BLOCK // BLOCK_N)
 
 
 @triton.jit
@@ -354,7 +340,7 @@ def attend_passes(
     C: LoopShape, MASKS: tl.constexpr, EDGE_UNUSED: tl.constexpr,
 ):  # fmt: skip
     """Run attend in two passes: key tiles that every row attends whole, then those at the edges. With PIPELINE "masked"
-    in one, as if all were edges."""
+    in one, as if all were edges. A mask function is called for the edges alone."""
     ONE_PASS: tl.constexpr = 1 if C.PIPELINE == "masked" else 0
     for edge in tl.static_range(ONE_PASS, 2):
         if C.PIPELINE == "masked":
@@ -375,14 +361,15 @@ def attend_passes(
             else:
                 start = steps.origin + (steps.full_end + i) * C.BLOCK_N
             if steps.blocks is not None:
-                start = listed_start(steps.blocks, start, steps.end, steps.BLOCK)
+                start = listed_start(steps.blocks, start, steps.end, steps.BLOCK, edge == 0 and not steps.LIMITED)
             if C.Q_OPERAND == "reload":
                 q_tile, q_tail = read_query(q, scores.row_valid)
-            raw, read = qk(q_tile, q_tail, q, keys, pages, start, steps.end, C, edge == 1)
+            raw, read = qk(q_tile, q_tail, q, keys, pages, start, steps.end, C, edge == 1 or steps.LIMITED)
             row_max, row_sum, _, _, acc = attend_tile(
                 acc, row_max, row_sum, raw, read, q_tile, q_tail, start, start,
-                q, keys, values, pages, steps, scores, dropout, C,
-                edge == 1, False, MASKS or (EDGE_UNUSED and edge == 1),
+                q, keys, values, pages, steps,
+                scores._replace(mods=scores.mods._replace(MASK=None if edge == 0 else scores.mods.MASK)), dropout, C,
+                edge == 1 or steps.LIMITED, False, MASKS or (EDGE_UNUSED and (edge == 1 or steps.LIMITED)),
             )  # fmt: skip
     return acc, row_max, row_sum
 
@@ -400,8 +387,8 @@ def attend(
     attends, where the unused values of a tile are decided over its rows; their results may be anything.
 
     Of quantised queries the products of values are float16, which holds each number of every format exactly. With
-    PIPELINE "single" there is at most one tile, which begins at the origin. With "masked", steps may be places of a
-    list of blocks. No key from scores.tree_first on lies in a tile that is attended whole.
+    PIPELINE "single" there is at most one tile, which begins at the origin. With "masked" and "plain", steps may be
+    places of a list of blocks. No key from scores.tree_first on lies in a tile that is attended whole.
 
     Returns acc, row_max and row_sum.
     """

@@ -19,7 +19,7 @@ from portattn.kernels.arguments import (
     ScoreTerms,
     TileRange,
 )
-from portattn.kernels.attend import attend, in_chunk, kv_tile_range, mark_after, run_of_blocks
+from portattn.kernels.attend import attend, in_chunk, kv_tile_range, listed_tiles
 from portattn.kernels.dequantize import head_scale
 from portattn.kernels.score_program import with_functions  # noqa: F401 - compilers look it up here
 from portattn.kernels.softmax import finalize, init_softmax, natural_lse
@@ -31,39 +31,6 @@ from portattn.kernels.tiles import (
     row_source,
     sequence_bounds,
 )
-
-
-@records.jit
-def attend_listed(
-    acc, row_max, row_sum, listed,
-    q: Query, keys: KeyRows, values: Rows, steps: TileRange, scores: ScoreTerms, dropout: Dropout,
-    C: LoopShape, LISTED_K: tl.constexpr,
-):  # fmt: skip
-    """Attend the tiles of `steps` whose block of LISTED_K keys is marked in `listed`, a row of marks (attend.py).
-
-    Tensors are contiguous, and not quantised. A tile lies in one block: BLOCK_N divides LISTED_K, and the origin is 0.
-    Of the other tiles nothing is read. Blocks that follow each other with one mark are one loop of attend's, which is
-    pipelined: a branch around each tile would keep its loads from being under way before. Returns acc, row_max and
-    row_sum.
-    """
-    PER_BLOCK: tl.constexpr = LISTED_K // C.BLOCK_N
-    first_block, last_block = steps.first // PER_BLOCK, (steps.last + PER_BLOCK - 1) // PER_BLOCK
-    begin = first_block  # of the blocks with one mark that end here
-    mark = tl.load(listed + first_block, mask=first_block < last_block, other=0).to(tl.int32)
-    for block in range(first_block, last_block):
-        following = mark_after(listed, 1, block, last_block)
-        if (mark != 0) & (following != mark):
-            first, whole, whole_end, last = run_of_blocks(
-                mark, following, begin, block, steps.first, steps.full_begin, steps.full_end, steps.last, PER_BLOCK,
-                scores.mods.MASK is not None,
-            )  # fmt: skip
-            acc, row_max, row_sum = attend(
-                acc, row_max, row_sum, q, keys, values, Pages(),
-                steps._replace(first=first, full_begin=whole, full_end=whole_end, last=last), scores, dropout, C,
-            )  # fmt: skip
-        begin = tl.where(following == mark, begin, block + 1)
-        mark = following
-    return acc, row_max, row_sum
 
 
 @records.jit(
@@ -109,9 +76,8 @@ def dense_forward(
     of a right limit: keys up to `right` after the query's own position; WINDOW: keys from `left` before it on.
     chunk: None, or keys of a chunk, of which a row attends its own position's (in_chunk); WINDOW is then True.
     Formats and KV_SCALES are the Problem's; the scales' strides are None where there are no scales.
-    block_mask: None, or marks (B, Hq, blocks of LISTED_Q queries, blocks of LISTED_K keys), whose last axis is
-    contiguous: whether the rows of a block attend anything of the other. Tiles lie inside blocks. The strides
-    are None where it is.
+    block_mask: None, or for each block of LISTED_Q queries a list of blocks of LISTED_K keys (FeatureTensors), whose
+    last axis is contiguous. A tile lies in one block. The strides are None where it is.
     captured_0, …, size_0, …: the tensors that SCORE_MOD and MASK_MOD read, and their sizes (score_program.py); None
     together: heads whose row tiles are worked on side by side, where tiles differ in length.
     """
@@ -120,6 +86,10 @@ def dense_forward(
     else:
         rounds: tl.constexpr = 1
     NATURAL: tl.constexpr = alibi_slopes is not None or (bias is not None or SCORE_MOD is not None)
+    # Beside these a block that is listed as whole is attended in part.
+    LIMITS: tl.constexpr = block_mask is not None and (
+        (CAUSAL != "none" or WINDOW) or (seqlens_q is not None or seqlens_k is not None)
+    )
     for turn in range(rounds):
         tile = tl.program_id(0) + turn * tl.num_programs(0)
         row_tile = tile % row_tiles
@@ -171,7 +141,16 @@ def dense_forward(
         first_step, full_begin, full_end, last_step = kv_tile_range(
             near, far, low_near, low_far, k_first, BLOCK_N, WINDOW
         )
-        if MASK_MOD is not None and block_mask is None:
+        listed = None
+        if block_mask is not None:
+            listed = (
+                block_mask + batch.to(tl.int64) * block_mask_stride_b + head.to(tl.int64) * block_mask_stride_h
+                + (row_0 // LISTED_Q).to(tl.int64) * block_mask_stride_q
+            )  # fmt: skip
+            first_step, full_begin = k_first, k_first  # 0
+            full_end, last_step = listed_tiles(listed, seq_k, LISTED_K, BLOCK_N)
+            listed += 2
+        elif MASK_MOD is not None:
             full_end = full_begin  # a mask function may hide something of every tile
 
         acc = tl.full([BLOCK_M, BLOCK_DV], 0.0, tl.float32)
@@ -241,7 +220,9 @@ def dense_forward(
                 Rows(k_tail_rows, 0, k_stride_s, k_stride_d, HEAD_DIM - MAIN, BLOCK_TAIL, LOAD, KV_FORMAT),
             )  # fmt: skip
             values = Rows(v_rows, 0, v_stride_s, v_stride_d, HEAD_DIM_V, BLOCK_DV, LOAD, V_FORMAT)
-            steps = TileRange(k_first, first_step, full_begin, full_end, last_step, far)
+            steps = TileRange(
+                k_first, first_step, full_begin, full_end, last_step, far, listed, LISTED_K, LIMITS
+            )  # fmt: skip
             scores = ScoreTerms(
                 row_valid, row_start, row_end, positions, slopes, bias_rows, bias_stride_k, mask_rows, mask_stride_k,
                 score_scale, softcap, None, None, None,
@@ -253,21 +234,11 @@ def dense_forward(
             dropout = Dropout(
                 dropout_seed, batch * heads_q + head, row_0 - drop_row, drop_key, threshold, None, None, DROPS
             )
-            if block_mask is not None:
-                listed = (
-                    block_mask + batch.to(tl.int64) * block_mask_stride_b + head.to(tl.int64) * block_mask_stride_h
-                    + (row_0 // LISTED_Q).to(tl.int64) * block_mask_stride_q
-                )  # fmt: skip
-                acc, row_max, row_sum = attend_listed(
-                    acc, row_max, row_sum, listed, query, keys, values, steps, scores, dropout,
-                    LoopShape(BLOCK_N, K_TILE, BLOCK_ORDER, DOT_PRECISION, PIPELINE, Q_OPERAND), LISTED_K,
-                )  # fmt: skip
-            else:
-                acc, row_max, row_sum = attend(
-                    acc, row_max, row_sum, query, keys, values, Pages(), steps, scores, dropout,
-                    LoopShape(BLOCK_N, K_TILE, BLOCK_ORDER, DOT_PRECISION, PIPELINE, Q_OPERAND,
-                              NONE=SELECT != "branch", P_TERMS=P_TERMS),
-                )  # fmt: skip
+            acc, row_max, row_sum = attend(
+                acc, row_max, row_sum, query, keys, values, Pages(), steps, scores, dropout,
+                LoopShape(BLOCK_N, K_TILE, BLOCK_ORDER, DOT_PRECISION, PIPELINE, Q_OPERAND, NONE=SELECT != "branch",
+                          P_TERMS=P_TERMS),
+            )  # fmt: skip
 
         # Padding rows hold whatever their garbage attended: they give 0 and -inf like any row with no key.
         inside = (rows >= q_first) & (rows < q_end)

@@ -59,6 +59,20 @@ def load_row_numbers(lse, delta, rows, valid):
 
 
 @triton.jit
+def load_attending(lse, q, grad_out, start, valid, q_stride_s, q_stride_d, do_stride_s, do_stride_d,
+                   COLS: tl.constexpr, BLOCK_COLS: tl.constexpr, COLS_V: tl.constexpr, BLOCK_COLS_V: tl.constexpr,
+                   BLOCK: tl.constexpr):  # fmt: skip
+    """Load the tiles of q and of the gradient from row `start` on; rows that attend nothing are 0."""
+    rows = tl.arange(0, BLOCK)
+    attends = tl.load(lse + start + rows, mask=valid, other=float("-inf")) != float("-inf")
+    at = start.to(tl.int64)
+    q_tile = load_query_rows(q + at * q_stride_s + rows * q_stride_s, attends, q_stride_d, COLS, BLOCK_COLS, False)
+    do_tile = load_query_rows(grad_out + at * do_stride_s + rows * do_stride_s, attends, do_stride_d, COLS_V,
+                              BLOCK_COLS_V, False)  # fmt: skip
+    return q_tile, do_tile
+
+
+@triton.jit
 def score_tile(values, batch, head, rows, keys, there, other, stride_b, stride_h, stride_q, stride_k):
     """Load a tile of a tensor with a value for each score; `other` outside `there`."""
     base = values + batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h

@@ -10,9 +10,10 @@ import triton.language as tl
 
 from portattn.kernels import records
 from portattn.kernels.arguments import ScoreMods
-from portattn.kernels.attend import in_chunk, kv_tile_range, mark_after, run_of_blocks, seen_end
+from portattn.kernels.attend import in_chunk, kv_tile_range, listed_start, listed_tiles, seen_end
 from portattn.kernels.dropout import head_words, kept_tile
 from portattn.kernels.gradients import (
+    load_attending,
     load_numbers,
     load_row_numbers,
     number_source,
@@ -64,7 +65,7 @@ def backward_keys(
     alibi_stride_b,
     bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k,
     mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k,
-    block_mask_stride_b, block_mask_stride_h, block_mask_stride_q,
+    block_mask_stride_b, block_mask_stride_h, block_mask_stride_k,
     heads_q, heads_k, group, seq_q, seq_k, key_tiles, together, tiles, batches, left, right, chunk, threshold,
     size_0, size_1, size_2, size_3, size_4, size_5, size_6, size_7,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -72,19 +73,27 @@ def backward_keys(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SEARCH: tl.constexpr,
     LOAD: tl.constexpr, EXP: tl.constexpr, DOT_PRECISION: tl.constexpr, GRID: tl.constexpr,
     Q_OPERAND: tl.constexpr, DROPS: tl.constexpr, PARTS: tl.constexpr, LISTED_Q: tl.constexpr, LISTED_K: tl.constexpr,
-    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, SCORE_GRADIENT: tl.constexpr, NUMBERS: tl.constexpr,
+    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, SCORE_GRADIENT: tl.constexpr, SINKS: tl.constexpr,
+    NUMBERS: tl.constexpr,
 ):  # fmt: skip
     """Compute dK and dV of BLOCK_M keys of one key/value head: one program, which may take several tiles in turn.
 
     Optional arguments are None, as in dense_forward. It goes through the query rows BLOCK_N at a time.
 
     chunk    None, or keys of a chunk, as in dense_forward
+    block_mask  None, or for each block of LISTED_K keys a list of blocks of LISTED_Q queries
     NUMBERS  how a full tile's LSE and delta are read: `pointer`, or `descriptor`, where they are aligned
     """
     if GRID == "persistent":
         rounds = tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0))
     else:
         rounds: tl.constexpr = 1
+    LIMITS: tl.constexpr = block_mask is not None and (
+        (CAUSAL != "none" or WINDOW) or (seqlens_q is not None or seqlens_k is not None)
+    )
+    HIDES: tl.constexpr = MASK_MOD is not None or block_mask is not None
+    # Rows that are hidden from all keys are known by an LSE of -inf, unless they attend a sink.
+    BY_LSE: tl.constexpr = (HIDES and not (SINKS or DOT_PRECISION == "bf16x6")) and (bias is None and mask is None)
     LIMITED: tl.constexpr = CAUSAL != "none" or chunk is not None  # some rows before a key do not see it
     for turn in range(rounds):
         tile = tl.program_id(0) + turn * tl.num_programs(0)
@@ -137,11 +146,13 @@ def backward_keys(
             low_far, far = in_chunk(low_far + shift, far + shift, last, k_first, chunk)
             low_near, near, low_far, far = low_near - shift, near - shift, low_far - shift, far - shift
             q_first = tl.minimum(tl.maximum(q_first, k_first - shift), q_end)
-        if block_mask is not None:
-            q_first = q_first // LISTED_Q * LISTED_Q  # tiles lie in blocks
         first_step, full_begin, full_end, last_step = kv_tile_range(
             near, far, low_near, low_far, q_first, BLOCK_N, LIMITED
         )
+        if block_mask is not None:
+            q_first, first_step, full_begin = row_first, row_first, row_first  # 0
+        elif MASK_MOD is not None:
+            full_end = full_begin
 
         k_pointers = (
             k + slot.to(tl.int64) * k_stride_b + kv_head.to(tl.int64) * k_stride_h + key_0.to(tl.int64) * k_stride_s
@@ -190,138 +201,127 @@ def backward_keys(
                              captured_0, captured_1, captured_2, captured_3, size_0, size_1, size_2, size_3,
                              size_4, size_5, size_6, size_7, SCORE_MOD, MASK_MOD)  # fmt: skip
             if block_mask is not None:
-                PER_BLOCK: tl.constexpr = LISTED_Q // BLOCK_N
-                skipped_blocks = q_first // LISTED_Q
-                marks = (
+                listed = (
                     block_mask + batch.to(tl.int64) * block_mask_stride_b + head.to(tl.int64) * block_mask_stride_h
-                    + skipped_blocks.to(tl.int64) * block_mask_stride_q + key_0 // LISTED_K
+                    + (key_0 // LISTED_K).to(tl.int64) * block_mask_stride_k
                 )  # fmt: skip
-                first_block, last_block = first_step // PER_BLOCK, (last_step + PER_BLOCK - 1) // PER_BLOCK
-                begin = first_block
-                mark = tl.load(marks + first_block * block_mask_stride_q, mask=first_block < last_block, other=0)
-                mark = mark.to(tl.int32)
-                runs = last_block - first_block
-            else:
-                runs: tl.constexpr = 1
-                if MASK_MOD is not None:
-                    full_end = full_begin
-            for run in range(runs):
-                if block_mask is not None:
-                    following = mark_after(marks, block_mask_stride_q, first_block + run, last_block)
-                    run_first, run_begin, run_end, run_last = run_of_blocks(
-                        mark, following, begin, first_block + run, first_step, full_begin, full_end, last_step,
-                        PER_BLOCK, MASK_MOD is not None,
-                    )  # fmt: skip
-                    begin = tl.where(following == mark, begin, first_block + run + 1)
-                    mark = following
+                full_end, last_step = listed_tiles(listed, seq_q, LISTED_Q, BLOCK_N)
+            for edge in tl.static_range(2):
+                if edge == 0:
+                    count = full_end - full_begin
                 else:
-                    run_first, run_begin, run_end, run_last = first_step, full_begin, full_end, last_step
-                for edge in tl.static_range(2):
+                    count = full_begin - first_step + last_step - full_end
+                for i in range(count):
                     if edge == 0:
-                        count = run_end - run_begin
+                        start = q_first + (full_begin + i) * BLOCK_N
+                    elif LIMITED or MASK_MOD is not None:
+                        # The edge before the full tiles, then the one after them.
+                        skipped = tl.where(first_step + i >= full_begin, full_end - full_begin, 0)
+                        start = q_first + (first_step + i + skipped) * BLOCK_N
                     else:
-                        count = run_begin - run_first + run_last - run_end
-                    for i in range(count):
-                        if edge == 0:
-                            start = q_first + (run_begin + i) * BLOCK_N
-                        elif LIMITED or MASK_MOD is not None:
-                            # The edge before the full tiles, then the one after them.
-                            skipped = tl.where(run_first + i >= run_begin, run_end - run_begin, 0)
-                            start = q_first + (run_first + i + skipped) * BLOCK_N
-                        else:
-                            start = q_first + (run_end + i) * BLOCK_N
-                        if Q_OPERAND == "reload" and DOT_PRECISION != "bf16x6":
-                            k_tile = load_query_rows(k_pointers, inside, k_stride_d, HEAD_DIM, BLOCK_D, False)
-                            v_tile = load_query_rows(v_pointers, inside, v_stride_d, HEAD_DIM_V, BLOCK_DV, False)
-                        rows = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
-                        row_valid = rows < far
-                        if DOT_PRECISION == "bf16x6":
-                            q_1, q_2, q_3 = load_parts(q_rows, q_rows_2, q_rows_3, start, far, q_stride_s, q_stride_d,
-                                                       HEAD_DIM, BLOCK_N, BLOCK_D, edge == 1, LOAD, PARTS)  # fmt: skip
-                            do_1, do_2, do_3 = load_parts(do_rows, do_rows_2, do_rows_3, start, far, do_stride_s,
-                                                          do_stride_d, HEAD_DIM_V, BLOCK_N, BLOCK_DV, edge == 1, LOAD,
-                                                          PARTS)  # fmt: skip
-                        else:
-                            q_tile = load_rows(q_rows, None, start, far, 0, 0, q_stride_s, q_stride_d, HEAD_DIM, BLOCK_N,
-                                               BLOCK_D, edge == 1, LOAD, 0, "per_page", "masked")  # fmt: skip
-                            do_tile = load_rows(do_rows, None, start, far, 0, 0, do_stride_s, do_stride_d, HEAD_DIM_V,
-                                                BLOCK_N, BLOCK_DV, edge == 1, LOAD, 0, "per_page", "masked")  # fmt: skip
-                        if edge == 1 or (bias is not None or mask is not None):
-                            lse, row_delta = load_row_numbers(forward_lse + numbers, delta + numbers, rows, row_valid)
-                        else:
-                            # The rows of a full tile are real and see its keys. With masks, which hinder their copies
-                            # ahead, the loop took 1.07 to 1.5 times as long on an H200; by pointers 1.01 to 1.14 times.
-                            lse = load_numbers(lse_source, start, BLOCK_N, NUMBERS)
-                            row_delta = load_numbers(delta_source, start, BLOCK_N, NUMBERS)
-                        positions = rows + shift
-                        row_start = tl.maximum(positions - left, k_first)
-                        if CAUSAL != "none":
-                            row_end = tl.minimum(positions + right + 1, k_end)
-                        else:
-                            row_end = tl.full([BLOCK_N], 0, tl.int32) + k_end
-                        if chunk is not None:
-                            row_start, row_end = in_chunk(row_start, row_end, positions, k_first, chunk)
-                        row_end = tl.where(row_valid, row_end, k_first)
-                        added = None  # one by one: not every Triton has tuples that hold None
-                        shown = None
-                        there = row_valid[None, :] & inside[:, None]
-                        if bias is not None:
-                            added = score_tile(bias, batch, head, rows[None, :], keys[:, None], there, float("-inf"),
-                                               bias_stride_b, bias_stride_h, bias_stride_q,
-                                               bias_stride_k).to(tl.float32)  # fmt: skip
-                        if mask is not None:
-                            shown = score_tile(mask, batch, head, rows[None, :], keys[:, None], there, 0, mask_stride_b,
-                                               mask_stride_h, mask_stride_q, mask_stride_k).to(tl.int32) != 0  # fmt: skip
-                        # Both products first: a compiler that starts them asynchronously computes the
-                        # probabilities during the second.
-                        if DOT_PRECISION == "bf16x6":
-                            products = product_of_parts(k_1, k_2, k_3, tl.trans(q_1), tl.trans(q_2), tl.trans(q_3), True)
-                            dp = product_of_parts(v_1, v_2, v_3, tl.trans(do_1), tl.trans(do_2), tl.trans(do_3), True)
-                        else:
-                            products = tl.dot(k_tile, tl.trans(q_tile), input_precision=DOT_PRECISION)  # [BLOCK_M, BLOCK_N]
-                            dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=DOT_PRECISION)
-                        p, bend, keep = score_gradients(
-                            products, lse[None, :], positions[None, :], keys[:, None],
-                            row_start[None, :], row_end[None, :], slope, added, shown, scale, softcap,
-                            mods, edge == 1, WINDOW, SOFTCAP, EXP,
+                        start = q_first + (full_end + i) * BLOCK_N
+                    if block_mask is not None:
+                        start = listed_start(listed + 2, start, far, LISTED_Q, edge == 0 and not LIMITS)
+                    if Q_OPERAND == "reload" and DOT_PRECISION != "bf16x6":
+                        k_tile = load_query_rows(k_pointers, inside, k_stride_d, HEAD_DIM, BLOCK_D, False)
+                        v_tile = load_query_rows(v_pointers, inside, v_stride_d, HEAD_DIM_V, BLOCK_DV, False)
+                    rows = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+                    row_valid = rows < far
+                    if DOT_PRECISION == "bf16x6":
+                        q_1, q_2, q_3 = load_parts(q_rows, q_rows_2, q_rows_3, start, far, q_stride_s, q_stride_d,
+                                                   HEAD_DIM, BLOCK_N, BLOCK_D, edge == 1 or LIMITS, LOAD,
+                                                   PARTS)  # fmt: skip
+                        do_1, do_2, do_3 = load_parts(do_rows, do_rows_2, do_rows_3, start, far, do_stride_s,
+                                                      do_stride_d, HEAD_DIM_V, BLOCK_N, BLOCK_DV, edge == 1 or LIMITS,
+                                                      LOAD, PARTS)  # fmt: skip
+                    elif BY_LSE and (edge == 1 or LIMITS):
+                        # Rows that attend nothing may hold NaN: 0·NaN is NaN. Zeros in the place of loaded rows would
+                        # keep products from taking them out of shared memory.
+                        q_tile, do_tile = load_attending(
+                            forward_lse + numbers, q_base, do_base, start, row_valid, q_stride_s, q_stride_d,
+                            do_stride_s, do_stride_d, HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, BLOCK_N,
                         )  # fmt: skip
-                        if (bias is not None or mask is not None) or (
-                            edge == 1 and (MASK_MOD is not None or block_mask is not None)
-                        ):
-                            # A row that sees no key of the tile may be hidden from all, and hold NaN: 0·NaN is NaN. Its LSE
-                            # does not tell: with a sink it is finite.
-                            seen = (tl.max(p, 0) != 0.0)[:, None]
-                            if DOT_PRECISION == "bf16x6":
-                                q_1, q_2, q_3 = parts_where(seen, q_1, q_2, q_3)
-                                do_1, do_2, do_3 = parts_where(seen, do_1, do_2, do_3)
-                            else:
-                                q_tile = tl.where(seen, q_tile, 0.0).to(q_tile.dtype)
-                                do_tile = tl.where(seen, do_tile, 0.0).to(do_tile.dtype)
-                        p_kept = p
-                        if dropout_seed is not None:
-                            kept = kept_tile(drop_word, drop_turn, key_0 - drop_key, start - drop_row, threshold, BLOCK_M,
-                                             BLOCK_N, True, DROPS)  # fmt: skip
-                            p_kept = tl.where(kept, p * keep_scale, 0.0)
+                    else:
+                        q_tile = load_rows(q_rows, None, start, far, 0, 0, q_stride_s, q_stride_d, HEAD_DIM, BLOCK_N,
+                                           BLOCK_D, edge == 1 or LIMITS, LOAD, 0, "per_page", "masked")  # fmt: skip
+                        do_tile = load_rows(do_rows, None, start, far, 0, 0, do_stride_s, do_stride_d, HEAD_DIM_V,
+                                            BLOCK_N, BLOCK_DV, edge == 1 or LIMITS, LOAD, 0, "per_page",
+                                            "masked")  # fmt: skip
+                    if (edge == 1 or LIMITS) or (bias is not None or mask is not None):
+                        lse, row_delta = load_row_numbers(forward_lse + numbers, delta + numbers, rows, row_valid)
+                    else:
+                        # The rows of a full tile are real and see its keys. With masks, which hinder their copies
+                        # ahead, the loop took 1.07 to 1.5 times as long on an H200; by pointers 1.01 to 1.14 times.
+                        lse = load_numbers(lse_source, start, BLOCK_N, NUMBERS)
+                        row_delta = load_numbers(delta_source, start, BLOCK_N, NUMBERS)
+                    positions = rows + shift
+                    row_start = tl.maximum(positions - left, k_first)
+                    if CAUSAL != "none":
+                        row_end = tl.minimum(positions + right + 1, k_end)
+                    else:
+                        row_end = tl.full([BLOCK_N], 0, tl.int32) + k_end
+                    if chunk is not None:
+                        row_start, row_end = in_chunk(row_start, row_end, positions, k_first, chunk)
+                    row_end = tl.where(row_valid, row_end, k_first)
+                    added = None  # one by one: not every Triton has tuples that hold None
+                    shown = None
+                    there = row_valid[None, :] & inside[:, None]
+                    if bias is not None:
+                        added = score_tile(bias, batch, head, rows[None, :], keys[:, None], there, float("-inf"),
+                                           bias_stride_b, bias_stride_h, bias_stride_q,
+                                           bias_stride_k).to(tl.float32)  # fmt: skip
+                    if mask is not None:
+                        shown = score_tile(mask, batch, head, rows[None, :], keys[:, None], there, 0, mask_stride_b,
+                                           mask_stride_h, mask_stride_q, mask_stride_k).to(tl.int32) != 0  # fmt: skip
+                    # Both products first: a compiler that starts them asynchronously computes the
+                    # probabilities during the second.
+                    if DOT_PRECISION == "bf16x6":
+                        products = product_of_parts(k_1, k_2, k_3, tl.trans(q_1), tl.trans(q_2), tl.trans(q_3), True)
+                        dp = product_of_parts(v_1, v_2, v_3, tl.trans(do_1), tl.trans(do_2), tl.trans(do_3), True)
+                    else:
+                        products = tl.dot(k_tile, tl.trans(q_tile), input_precision=DOT_PRECISION)  # [BLOCK_M, BLOCK_N]
+                        dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=DOT_PRECISION)
+                    p, bend, keep = score_gradients(
+                        products, lse[None, :], positions[None, :], keys[:, None],
+                        row_start[None, :], row_end[None, :], slope, added, shown, scale, softcap,
+                        mods._replace(MASK=None if edge == 0 else MASK_MOD), edge == 1 or LIMITS, WINDOW, SOFTCAP,
+                        EXP,
+                    )  # fmt: skip
+                    if (bias is not None or mask is not None) or ((edge == 1 or LIMITS) and (HIDES and not BY_LSE)):
+                        # A row that sees no key of the tile may be hidden from all, and hold NaN: 0·NaN is NaN. Its LSE
+                        # does not tell: with a sink it is finite.
+                        seen = (tl.max(p, 0) != 0.0)[:, None]
                         if DOT_PRECISION == "bf16x6":
-                            p_1, p_2, p_3 = bfloat16_parts(p_kept)
-                            dv += product_of_parts(p_1, p_2, p_3, do_1, do_2, do_3, False)
+                            q_1, q_2, q_3 = parts_where(seen, q_1, q_2, q_3)
+                            do_1, do_2, do_3 = parts_where(seen, do_1, do_2, do_3)
                         else:
-                            dv = tl.dot(p_kept.to(do_tile.dtype), do_tile, dv, input_precision=DOT_PRECISION)
-                        if dropout_seed is not None:
-                            dp = tl.where(kept, dp * keep_scale, 0.0)
-                        ds = p * (dp - row_delta[None, :])
-                        if SOFTCAP:
-                            ds = ds * bend
-                        if SCORE_MOD is not None:
-                            ds = mod_gradient(products * scale, positions[None, :], keys[:, None], mods, SCORE_GRADIENT, ds)
-                        if edge == 1 or (bias is not None or mask is not None):
-                            # A NaN in a key that this row does not see comes by dP.
-                            ds = tl.where(keep, ds, 0.0)
-                        if DOT_PRECISION == "bf16x6":
-                            ds_1, ds_2, ds_3 = bfloat16_parts(ds)
-                            dk += product_of_parts(ds_1, ds_2, ds_3, q_1, q_2, q_3, False)
-                        else:
-                            dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=DOT_PRECISION)
+                            q_tile = tl.where(seen, q_tile, 0.0).to(q_tile.dtype)
+                            do_tile = tl.where(seen, do_tile, 0.0).to(do_tile.dtype)
+                    p_kept = p
+                    if dropout_seed is not None:
+                        kept = kept_tile(drop_word, drop_turn, key_0 - drop_key, start - drop_row, threshold, BLOCK_M,
+                                         BLOCK_N, True, DROPS)  # fmt: skip
+                        p_kept = tl.where(kept, p * keep_scale, 0.0)
+                    if DOT_PRECISION == "bf16x6":
+                        p_1, p_2, p_3 = bfloat16_parts(p_kept)
+                        dv += product_of_parts(p_1, p_2, p_3, do_1, do_2, do_3, False)
+                    else:
+                        dv = tl.dot(p_kept.to(do_tile.dtype), do_tile, dv, input_precision=DOT_PRECISION)
+                    if dropout_seed is not None:
+                        dp = tl.where(kept, dp * keep_scale, 0.0)
+                    ds = p * (dp - row_delta[None, :])
+                    if SOFTCAP:
+                        ds = ds * bend
+                    if SCORE_MOD is not None:
+                        ds = mod_gradient(products * scale, positions[None, :], keys[:, None], mods, SCORE_GRADIENT, ds)
+                    if (edge == 1 or LIMITS) or (bias is not None or mask is not None):
+                        # A NaN in a key that this row does not see comes by dP.
+                        ds = tl.where(keep, ds, 0.0)
+                    if DOT_PRECISION == "bf16x6":
+                        ds_1, ds_2, ds_3 = bfloat16_parts(ds)
+                        dk += product_of_parts(ds_1, ds_2, ds_3, q_1, q_2, q_3, False)
+                    else:
+                        dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=DOT_PRECISION)
 
         stored = keys < stored_end
         dk = tl.where(inside[:, None], dk * scale, 0.0)

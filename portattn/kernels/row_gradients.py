@@ -12,7 +12,7 @@ import triton.language as tl
 
 from portattn.kernels import records
 from portattn.kernels.arguments import ScoreMods
-from portattn.kernels.attend import in_chunk, kv_tile_range, listed_keys, listed_start, mark_after, run_of_blocks
+from portattn.kernels.attend import in_chunk, kv_tile_range, listed_keys, listed_start, listed_tiles
 from portattn.kernels.dropout import head_words, kept_tile
 from portattn.kernels.gradients import load_row_numbers, score_gradients, score_tile
 from portattn.kernels.score_program import with_functions  # noqa: F401 - compilers look it up here
@@ -111,6 +111,9 @@ def backward_rows(
         rounds = tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0))
     else:
         rounds: tl.constexpr = 1
+    LIMITS: tl.constexpr = block_mask is not None and (
+        (CAUSAL != "none" or WINDOW) or (seqlens_q is not None or seqlens_k is not None)
+    )
     for turn in range(rounds):
         tile = tl.program_id(0) + turn * tl.num_programs(0)
         row_tile = tile % row_tiles
@@ -212,102 +215,92 @@ def backward_rows(
                          captured_0, captured_1, captured_2, captured_3, size_0, size_1, size_2, size_3,
                          size_4, size_5, size_6, size_7, SCORE_MOD, MASK_MOD)  # fmt: skip
         if block_mask is not None:
-            PER_BLOCK: tl.constexpr = LISTED_K // BLOCK_N
-            marks = (
+            listed = (
                 block_mask + batch.to(tl.int64) * block_mask_stride_b + head.to(tl.int64) * block_mask_stride_h
                 + (row_0 // LISTED_Q).to(tl.int64) * block_mask_stride_q
             )  # fmt: skip
-            first_block, last_block = first_step // PER_BLOCK, (last_step + PER_BLOCK - 1) // PER_BLOCK
-            begin = first_block
-            mark = tl.load(marks + first_block, mask=first_block < last_block, other=0).to(tl.int32)
-            runs = last_block - first_block
-        else:
-            runs: tl.constexpr = 1
-            if MASK_MOD is not None:
-                full_end = full_begin
-        for run in range(runs):
-            if block_mask is not None:
-                following = mark_after(marks, 1, first_block + run, last_block)
-                run_first, run_begin, run_end, run_last = run_of_blocks(
-                    mark, following, begin, first_block + run, first_step, full_begin, full_end, last_step, PER_BLOCK,
-                    MASK_MOD is not None,
-                )  # fmt: skip
-                begin = tl.where(following == mark, begin, first_block + run + 1)
-                mark = following
+            first_step, full_begin = k_first, k_first  # 0
+            full_end, last_step = listed_tiles(listed, seq_k, LISTED_K, BLOCK_N)
+        elif MASK_MOD is not None:
+            full_end = full_begin
+        for edge in tl.static_range(2):
+            if edge == 0:
+                count = full_end - full_begin
             else:
-                run_first, run_begin, run_end, run_last = first_step, full_begin, full_end, last_step
-            for edge in tl.static_range(2):
+                count = full_begin - first_step + last_step - full_end
+            for i in range(count):
                 if edge == 0:
-                    count = run_end - run_begin
+                    start = k_first + (full_begin + i) * BLOCK_N
+                elif WINDOW or MASK_MOD is not None:
+                    skipped = tl.where(first_step + i >= full_begin, full_end - full_begin, 0)
+                    start = k_first + (first_step + i + skipped) * BLOCK_N
                 else:
-                    count = run_begin - run_first + run_last - run_end
-                for i in range(count):
-                    if edge == 0:
-                        start = k_first + (run_begin + i) * BLOCK_N
-                    elif WINDOW or MASK_MOD is not None:
-                        skipped = tl.where(run_first + i >= run_begin, run_end - run_begin, 0)
-                        start = k_first + (run_first + i + skipped) * BLOCK_N
-                    else:
-                        start = k_first + (run_end + i) * BLOCK_N
-                    if Q_OPERAND == "reload" and DOT_PRECISION != "bf16x6":
-                        q_tile = load_query_rows(q_pointers, row_valid, q_stride_d, HEAD_DIM, BLOCK_D, False)
-                        do_tile = load_query_rows(do_pointers, row_valid, do_stride_d, HEAD_DIM_V, BLOCK_DV, False)
-                    keys = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+                    start = k_first + (full_end + i) * BLOCK_N
+                if block_mask is not None:
+                    start = listed_start(listed + 2, start, far, LISTED_K, edge == 0 and not LIMITS)
+                if Q_OPERAND == "reload" and DOT_PRECISION != "bf16x6":
+                    q_tile = load_query_rows(q_pointers, row_valid, q_stride_d, HEAD_DIM, BLOCK_D, False)
+                    do_tile = load_query_rows(do_pointers, row_valid, do_stride_d, HEAD_DIM_V, BLOCK_DV, False)
+                keys = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+                if DOT_PRECISION == "bf16x6":
+                    k_1, k_2, k_3 = load_parts(k_rows, k_rows_2, k_rows_3, start, far, k_stride_s, k_stride_d, HEAD_DIM,
+                                               BLOCK_N, BLOCK_D, edge == 1 or LIMITS, LOAD, PARTS)  # fmt: skip
+                    v_1, v_2, v_3 = load_parts(v_rows, v_rows_2, v_rows_3, start, far, v_stride_s, v_stride_d,
+                                               HEAD_DIM_V, BLOCK_N, BLOCK_DV, edge == 1 or LIMITS, LOAD,
+                                               PARTS)  # fmt: skip
+                else:
+                    k_tile = load_rows(k_rows, None, start, far, 0, 0, k_stride_s, k_stride_d, HEAD_DIM, BLOCK_N,
+                                       BLOCK_D, edge == 1 or LIMITS, LOAD, 0, "per_page", "masked")  # fmt: skip
+                    v_tile = load_rows(v_rows, None, start, far, 0, 0, v_stride_s, v_stride_d, HEAD_DIM_V, BLOCK_N,
+                                       BLOCK_DV, edge == 1 or LIMITS, LOAD, 0, "per_page", "masked")  # fmt: skip
+                added = None
+                shown = None
+                there = row_valid[:, None] & (keys < far)[None, :]
+                if bias is not None:
+                    added = score_tile(bias, batch, head, rows[:, None], keys[None, :], there, float("-inf"),
+                                       bias_stride_b, bias_stride_h, bias_stride_q,
+                                       bias_stride_k).to(tl.float32)  # fmt: skip
+                if mask is not None:
+                    shown = score_tile(mask, batch, head, rows[:, None], keys[None, :], there, 0, mask_stride_b,
+                                       mask_stride_h, mask_stride_q, mask_stride_k).to(tl.int32) != 0  # fmt: skip
+                if DOT_PRECISION == "bf16x6":
+                    products = product_of_parts(q_1, q_2, q_3, tl.trans(k_1), tl.trans(k_2), tl.trans(k_3), True)
+                    dp = product_of_parts(do_1, do_2, do_3, tl.trans(v_1), tl.trans(v_2), tl.trans(v_3), True)
+                else:
+                    products = tl.dot(q_tile, tl.trans(k_tile), input_precision=DOT_PRECISION)  # [BLOCK_M, BLOCK_N]
+                    dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=DOT_PRECISION)
+                p, bend, keep = score_gradients(
+                    products, lse[:, None], positions[:, None], keys[None, :], row_start[:, None], row_end[:, None],
+                    slope, added, shown, scale, softcap, mods._replace(MASK=None if edge == 0 else MASK_MOD),
+                    edge == 1 or LIMITS, WINDOW, SOFTCAP, EXP,
+                )  # fmt: skip
+                if dropout_seed is not None:
+                    kept = kept_tile(drop_word, drop_turn, start - drop_key, row_0 - drop_row, threshold, BLOCK_N,
+                                     BLOCK_M, False, DROPS)  # fmt: skip
+                    dp = tl.where(kept, dp * keep_scale, 0.0)
+                ds = p * (dp - row_delta[:, None])
+                if (edge == 1 or LIMITS) or (bias is not None or mask is not None):
+                    ds = tl.where(keep, ds, 0.0)
+                if grad_slopes is not None:
+                    distance = tl.abs(positions[:, None] - keys[None, :]).to(tl.float32)
+                    by_distance -= tl.sum(ds * distance, 1)
+                if SOFTCAP:
+                    ds = tl.where(ds == 0.0, 0.0, ds * bend)
+                if SCORE_MOD is not None:
+                    ds = mod_gradient(products * scale, positions[:, None], keys[None, :], mods, SCORE_GRADIENT, ds)
+                if (bias is not None or mask is not None) or (
+                    (WINDOW and (edge == 1 or LIMITS)) or (MASK_MOD is not None and edge == 1)
+                ):
+                    # A key that no row of the tile sees may be NaN, and 0·NaN is NaN.
                     if DOT_PRECISION == "bf16x6":
-                        k_1, k_2, k_3 = load_parts(k_rows, k_rows_2, k_rows_3, start, far, k_stride_s, k_stride_d,
-                                                   HEAD_DIM, BLOCK_N, BLOCK_D, edge == 1, LOAD, PARTS)  # fmt: skip
-                        v_1, v_2, v_3 = load_parts(v_rows, v_rows_2, v_rows_3, start, far, v_stride_s, v_stride_d,
-                                                   HEAD_DIM_V, BLOCK_N, BLOCK_DV, edge == 1, LOAD, PARTS)  # fmt: skip
+                        k_1, k_2, k_3 = parts_where((tl.max(p, 0) != 0.0)[:, None], k_1, k_2, k_3)
                     else:
-                        k_tile = load_rows(k_rows, None, start, far, 0, 0, k_stride_s, k_stride_d, HEAD_DIM, BLOCK_N,
-                                           BLOCK_D, edge == 1, LOAD, 0, "per_page", "masked")  # fmt: skip
-                        v_tile = load_rows(v_rows, None, start, far, 0, 0, v_stride_s, v_stride_d, HEAD_DIM_V, BLOCK_N,
-                                           BLOCK_DV, edge == 1, LOAD, 0, "per_page", "masked")  # fmt: skip
-                    added = None
-                    shown = None
-                    there = row_valid[:, None] & (keys < far)[None, :]
-                    if bias is not None:
-                        added = score_tile(bias, batch, head, rows[:, None], keys[None, :], there, float("-inf"),
-                                           bias_stride_b, bias_stride_h, bias_stride_q,
-                                           bias_stride_k).to(tl.float32)  # fmt: skip
-                    if mask is not None:
-                        shown = score_tile(mask, batch, head, rows[:, None], keys[None, :], there, 0, mask_stride_b,
-                                           mask_stride_h, mask_stride_q, mask_stride_k).to(tl.int32) != 0  # fmt: skip
-                    if DOT_PRECISION == "bf16x6":
-                        products = product_of_parts(q_1, q_2, q_3, tl.trans(k_1), tl.trans(k_2), tl.trans(k_3), True)
-                        dp = product_of_parts(do_1, do_2, do_3, tl.trans(v_1), tl.trans(v_2), tl.trans(v_3), True)
-                    else:
-                        products = tl.dot(q_tile, tl.trans(k_tile), input_precision=DOT_PRECISION)  # [BLOCK_M, BLOCK_N]
-                        dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=DOT_PRECISION)
-                    p, bend, keep = score_gradients(
-                        products, lse[:, None], positions[:, None], keys[None, :], row_start[:, None], row_end[:, None],
-                        slope, added, shown, scale, softcap, mods, edge == 1, WINDOW, SOFTCAP, EXP,
-                    )  # fmt: skip
-                    if dropout_seed is not None:
-                        kept = kept_tile(drop_word, drop_turn, start - drop_key, row_0 - drop_row, threshold, BLOCK_N,
-                                         BLOCK_M, False, DROPS)  # fmt: skip
-                        dp = tl.where(kept, dp * keep_scale, 0.0)
-                    ds = p * (dp - row_delta[:, None])
-                    if edge == 1 or (bias is not None or mask is not None):
-                        ds = tl.where(keep, ds, 0.0)
-                    if grad_slopes is not None:
-                        distance = tl.abs(positions[:, None] - keys[None, :]).to(tl.float32)
-                        by_distance -= tl.sum(ds * distance, 1)
-                    if SOFTCAP:
-                        ds = tl.where(ds == 0.0, 0.0, ds * bend)
-                    if SCORE_MOD is not None:
-                        ds = mod_gradient(products * scale, positions[:, None], keys[None, :], mods, SCORE_GRADIENT, ds)
-                    if (bias is not None or mask is not None) or ((WINDOW or MASK_MOD is not None) and edge == 1):
-                        # A key that no row of the tile sees may be NaN, and 0·NaN is NaN.
-                        if DOT_PRECISION == "bf16x6":
-                            k_1, k_2, k_3 = parts_where((tl.max(p, 0) != 0.0)[:, None], k_1, k_2, k_3)
-                        else:
-                            k_tile = tl.where((tl.max(p, 0) == 0.0)[:, None], 0.0, k_tile).to(k_tile.dtype)
-                    if DOT_PRECISION == "bf16x6":
-                        ds_1, ds_2, ds_3 = bfloat16_parts(ds)
-                        dq += product_of_parts(ds_1, ds_2, ds_3, k_1, k_2, k_3, False)
-                    else:
-                        dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=DOT_PRECISION)
+                        k_tile = tl.where((tl.max(p, 0) == 0.0)[:, None], 0.0, k_tile).to(k_tile.dtype)
+                if DOT_PRECISION == "bf16x6":
+                    ds_1, ds_2, ds_3 = bfloat16_parts(ds)
+                    dq += product_of_parts(ds_1, ds_2, ds_3, k_1, k_2, k_3, False)
+                else:
+                    dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=DOT_PRECISION)
 
         stored = rows < stored_end
         dq = tl.where(row_valid[:, None], dq * scale, 0.0)
@@ -368,7 +361,7 @@ def backward_block_rows(
         v_base = v + slot * v_stride_b + kv_head.to(tl.int64) * v_stride_h
         dq = tl.full([BLOCK_M, BLOCK_D], 0.0, tl.float32)
         for i in range(count * (BLOCK_KEYS // BLOCK_N)):
-            start = listed_start(listed, i * BLOCK_N, end, BLOCK_KEYS)
+            start = listed_start(listed, i * BLOCK_N, end, BLOCK_KEYS, False)
             keys = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
             k_tile = load_rows(k_base, None, start, end, 0, 0, k_stride_s, k_stride_d, HEAD_DIM, BLOCK_N, BLOCK_D, True,
                                "pointer", 0, "per_page", "masked")  # fmt: skip

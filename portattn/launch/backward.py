@@ -99,7 +99,7 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
     threshold, keep_scale = dropping(call)
     options["keep_scale"] = keep_scale
     absent = strides("bias", None, "bhqk") | strides("mask", None, "bhqk")  # packed rows have neither
-    scores: dict[str, Any] = {**alibi_stride(call), **absent, **score_strides(call), **block_strides(call)}
+    scores: dict[str, Any] = {**alibi_stride(call), **absent, **score_strides(call)}
     sizes = {
         "group": problem.group, "seq_q": rows,
         "seq_k": problem.seq_k if problem.total_k is None else problem.total_k,
@@ -111,8 +111,9 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
     by_keys = KernelCall(
         BY_KEYS, "backward_keys", grid(tiles),
         {
-            **tensors, "grad_k": call.grad_k, "grad_v": call.grad_v, **options, **inputs,
-            **outer_strides("dk", call.grad_k, "bhs"), **outer_strides("dv", call.grad_v, "bhs"), **scores,
+            **tensors, "grad_k": call.grad_k, "grad_v": call.grad_v, **options, "block_mask": call.block_queries,
+            **inputs, **outer_strides("dk", call.grad_k, "bhs"), **outer_strides("dv", call.grad_v, "bhs"), **scores,
+            **block_strides(call.block_queries, "bhk"),
             "heads_q": problem.heads_q, "heads_k": problem.heads_k, **sizes, "key_tiles": key_tiles,
             "together": together, "tiles": tiles, **rest,
         },
@@ -130,10 +131,11 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
         BY_ROWS, "backward_rows", grid(tiles),
         {
             **tensors, "grad_q": call.grad_q, "grad_slopes": call.grad_slopes, **options, **inputs,
-            **outer_strides("dq", call.grad_q, "bhs"), **scores, "heads_q": problem.heads_q, **sizes,
-            "row_tiles": row_tiles, "together": together, "tiles": tiles, **rest,
+            **outer_strides("dq", call.grad_q, "bhs"), **scores, **block_strides(call.block_mask),
+            "heads_q": problem.heads_q, **sizes, "row_tiles": row_tiles, "together": together, "tiles": tiles, **rest,
         },
-        kernel.constexprs(problem, lowering, of_rows), of_rows, UNSPECIALISED,
+        {name: value for name, value in kernel.constexprs(problem, lowering, of_rows).items() if name != "SINKS"},
+        of_rows, UNSPECIALISED,
     )  # fmt: skip
     launches = [first, *made, by_keys, by_rows]
     if call.grad_bias is not None:

@@ -335,8 +335,13 @@ def _gradients(p: Problem, view: Callable[..., torch.Tensor], keys: Callable[[in
         "forward_out": queries(p.head_dim_v), "grad_out": queries(p.head_dim_v), "grad_q": queries(p.head_dim),
         "grad_k": keys(p.head_dim), "grad_v": keys(p.head_dim_v), "forward_lse": numbers(),
         "grad_lse": numbers(p.grad_lse), "grad_slopes": numbers(p.grad_slopes), "grad_bias": bias,
-        **(_rows_of_blocks(p) if p.has_blocks else {}),
+        **(_rows_of_blocks(p) if p.has_blocks else {}), **(_queries_of_blocks(p) if p.block_mask else {}),
     }  # fmt: skip
+
+
+def _queries_of_blocks(p: Problem) -> dict[str, Any]:
+    down, across = -(-p.seq_q // p.block_q), -(-p.seq_k // p.block_k)
+    return {"block_queries": torch.empty(p.batch, p.heads_q, across, down + 2, dtype=torch.int32, device="meta")}
 
 
 def _rows_of_blocks(p: Problem) -> dict[str, Any]:

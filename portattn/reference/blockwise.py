@@ -144,18 +144,14 @@ def run(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 def by_block_mask(call: Call) -> Call:
-    """Return a call over chosen blocks as one with a block mask of single rows: (B, Hk, Sq, blocks) bools."""
+    """Return a call over chosen blocks as one with a block mask of single rows: (B, Hq, Sq, tokens + 2)."""
     p = call.problem
     assert call.indices is not None
-    blocks = -(-p.seq_k // p.block_k)
-    counted = (call.indices >= 0) & (call.indices < blocks)
-    if call.counts is not None:
-        counted &= torch.arange(p.tokens, device=call.q.device) < call.counts[..., None]
-    listed = torch.zeros(*call.indices.shape[:3], blocks + 1, dtype=torch.bool, device=call.q.device)
-    listed.scatter_(3, torch.where(counted, call.indices, blocks).long(), True)
-    shown = listed[..., :-1].to(torch.int8).repeat_interleave(p.group, dim=1)
+    every = call.indices.new_full(call.indices.shape[:3], p.tokens) if call.counts is None else call.counts
+    none = torch.zeros_like(every)
+    lists = torch.cat([none[..., None], every[..., None], call.indices], dim=-1).repeat_interleave(p.group, dim=1)
     problem = msgspec.structs.replace(p, op="attention", block_mask=True, block_q=1, tokens=0)
-    return replace(call, problem=problem, block_mask=shown, indices=None, counts=None)
+    return replace(call, problem=problem, block_mask=lists, indices=None, counts=None)
 
 
 def _run_lists(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:

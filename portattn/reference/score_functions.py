@@ -85,8 +85,8 @@ def call_mod(
     return found if scores is None else found.expand_as(scores)
 
 
-# Marks of blocks: 0 hidden, 1 attended in part, 2 attended whole, whatever the mask function gives.
-WHOLE = 2
+# Marks of blocks: 0 hidden, 1 attended in part, as a mask function says, 2 attended whole, whatever it says.
+PART, WHOLE = 1, 2
 MARK_ELEMENTS = 2**24  # scores whose mask is computed at a time
 
 
@@ -94,7 +94,7 @@ def block_marks(
     text: str, captured: Mapping[str, torch.Tensor | None], sizes: tuple[int, int, int, int], block: tuple[int, int],
     device: torch.device,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the marks of blocks (kernels/dense.py) of a mask function, int8 (B or 1, Hq or 1, blocks, blocks).
+    """Return the marks of blocks of a mask function, int8 (B or 1, Hq or 1, blocks of queries, blocks of keys).
 
     Args:
         sizes: (B, Hq, Sq, Sk); block: queries and keys of a block."""
@@ -122,3 +122,36 @@ def block_marks(
         any_shown, all_shown = (of(of(shown, 5), 3) for of in (torch.any, torch.all))
         marks[:, :, start : start + count] = any_shown.to(torch.int8) + all_shown.to(torch.int8)
     return marks
+
+
+def block_lists(
+    marks: torch.Tensor, lengths: tuple[int, int] = (0, 0), block: tuple[int, int] = (1, 1)
+) -> torch.Tensor:  # fmt: skip
+    """Return a Call's block_mask of marks (B, H, R, C): int32 (B, H, R, C + 2).
+
+    Kernels read whole blocks without masks, so a block that reaches behind the last query or key is marked as a part.
+
+    Args:
+        lengths, block: queries and keys, of the call and of a block; by default all blocks end inside."""
+    for axis in (2, 3):
+        if lengths[axis - 2] % block[axis - 2]:
+            marks.narrow(axis, marks.shape[axis] - 1, 1).clamp_(max=PART)
+    counts = [(marks == mark).sum(-1, keepdim=True) for mark in (WHOLE, PART)]
+    return torch.cat([*counts, marks.argsort(dim=-1, descending=True, stable=True)], dim=-1).int()
+
+
+def listed_marks(lists: torch.Tensor, across: int) -> torch.Tensor:
+    """Return the marks of `across` blocks, int8 (B, H, R, across), of lists (B, H, R, places + 2).
+
+    A number of no block marks none."""
+    whole, others, ids = lists[..., :1], lists[..., 1:2], lists[..., 2:]
+    place = torch.arange(ids.shape[-1], device=lists.device)
+    counts = (place < whole + others) & (ids >= 0) & (ids < across)
+    marks = torch.zeros(*lists.shape[:-1], across + 1, dtype=torch.int8, device=lists.device)
+    found = torch.where(place < whole, WHOLE, PART).to(torch.int8)
+    return marks.scatter(-1, torch.where(counts, ids, across).long(), found)[..., :across]
+
+
+def lists_by_key(lists: torch.Tensor) -> torch.Tensor:
+    """Return the lists of blocks of queries for each block of keys, (B, H, C, R + 2), of lists (B, H, R, C + 2)."""
+    return block_lists(listed_marks(lists, lists.shape[-1] - 2).transpose(-1, -2).contiguous())

@@ -31,7 +31,7 @@ from portattn.reference.blocks import (
     reach,
 )
 from portattn.reference.dropout import keep_mask
-from portattn.reference.score_functions import WHOLE, call_mod
+from portattn.reference.score_functions import WHOLE, call_mod, listed_marks
 from portattn.schema.call import Call
 from portattn.schema.ops import ADDED, BACKWARD, CAPTURED, FEATURES
 from portattn.schema.problem_limits import MAX_TREE
@@ -50,13 +50,12 @@ def in_tree(call: Call, rows: RowBlock, keys: KeyBlock, queries: Extent, all_key
     return ((node < 0) | (shifted & 1).bool())[:, None]
 
 
-def in_blocks(call: Call, rows: RowBlock, keys: KeyBlock) -> torch.Tensor:
-    """Return the marks of the blocks that scores lie in (kernels/dense.py): int8 (B, Hq, rows, keys)."""
-    assert call.block_mask is not None
+def in_blocks(call: Call, marks: torch.Tensor, rows: RowBlock, keys: KeyBlock) -> torch.Tensor:
+    """Return the marks (B, Hq, blocks, blocks) of the blocks that scores lie in: int8 (B, Hq, rows, keys)."""
     p, device = call.problem, call.q.device
     down = torch.arange(rows.start, rows.stop, device=device) // p.block_q
     across = torch.arange(keys.start, keys.stop, device=device) // p.block_k
-    return call.block_mask[:, :, down[:, None], across]
+    return marks[:, :, down[:, None], across]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +81,7 @@ class Tiling:
         self.q_extent, self.k_extent = query_extent(call), key_extent(call)
         self.places = key_places(call, self.k_extent)
         self.size = block_size(call, size, elements)
+        self.marks = None if call.block_mask is None else listed_marks(call.block_mask, -(-p.seq_k // p.block_k))
         # Padded rows are results as well; packed sequences have only their own rows.
         self.longest = self.q_extent.longest(p.seq_q) if p.packed else p.seq_q
         if p.batch == 0 or call.q.shape[2] == 0:
@@ -111,7 +111,7 @@ class Tiling:
         call, p = self.call, self.call.problem
         at = _positions(call, rows, self.q_extent, self.k_extent)
         for keys in key_blocks(call, self.k_extent, self.size, seen.begin, seen.end):
-            marks = None if call.block_mask is None else in_blocks(call, rows, keys)
+            marks = None if self.marks is None else in_blocks(call, self.marks, rows, keys)
             listed = None if marks is None else marks != 0
             if listed is not None and listed.device.type == "cpu" and not listed.any():
                 continue

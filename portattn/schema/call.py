@@ -33,8 +33,10 @@ class FeatureTensors:
     # (B, Sq) int64, packed (1, Tq): bit j of a query's word is set if the query attends key j of its sequence's last
     # keys, as many as its queries. Earlier keys are not masked.
     tree_mask: torch.Tensor | None = None
-    # (B, Hq, blocks of queries, blocks of keys) int8, broadcast by strides of 0, each row of blocks contiguous: marks
-    # of attend.py, whether a block's queries attend any key of the other block, and whether a mask function says which.
+    # (B, Hq, R blocks of queries, C blocks of keys + 2) int32, broadcast by strides of 0, the last axis contiguous: how
+    # many blocks of keys are attended whole but for other limits, how many of which a mask function tells the keys, and
+    # the numbers of these blocks, the whole ones first; places behind them count for nothing. No block is whole that
+    # ends behind the last query or key.
     block_mask: torch.Tensor | None = None
 
 
@@ -88,6 +90,8 @@ class Call(FeatureTensors):
     block_rows: torch.Tensor | None = None
     block_starts: torch.Tensor | None = None
     block_chunks: torch.Tensor | None = None
+    # Gradients with a block mask: for each block of keys its blocks of queries, (B, Hq, C, R + 2), as block_mask.
+    block_queries: torch.Tensor | None = None
     magicpig_bits: torch.Tensor | None = None  # (Hq,) int32: bits a hash table (MagicPIG's K)
     magicpig_tables: torch.Tensor | None = None  # (Hq,) int32: number of tables (its L)
     magicpig: tuple[int, int] = (0, 0)  # both as numbers, for all heads; (0, 0): tensors, or not given

@@ -26,7 +26,7 @@ class Feature:
     # softmax (row), the results (result)
     kind: FeatureKind
     # Axes of its tensor in a Call: b batch, h query heads, q query rows, k keys, t chosen tokens; s and r batch and
-    # rows of the query tensor, 1 and all rows if packed; m and n blocks of queries and of keys. Empty: no tensor.
+    # rows of the query tensor, 1 and all rows if packed; m blocks of queries, n places of their lists. Empty: no tensor.
     axes: str = ""
     dtype: str = ""  # of that tensor, a name of torch's; empty: q's
     narrow: bool = False  # whether float32 and q's dtype are both taken
@@ -57,7 +57,7 @@ class Flags(msgspec.Struct, frozen=True, kw_only=True):
     tree_mask: Annotated[
         bool, Feature("A tree mask of the new tokens is given", "scores", "sr", "int64", title="tree mask")
     ] = False
-    block_mask: Annotated[bool, Feature("A block mask is given", "scores", "bhmn", "int8", title="block mask")] = False
+    block_mask: Annotated[bool, Feature("A block mask is given", "scores", "bhmn", "int32", title="block mask")] = False
     return_lse: Annotated[bool, Feature("The log-sum-exp is returned as well", "result")] = False
 
 
@@ -95,7 +95,7 @@ _NO_OPTION = frozenset({
     "dropout_seed",
     "forward_out", "forward_lse", "grad_out", "grad_lse", "grad_q", "grad_k", "grad_v", "grad_bias", "grad_slopes",
     "deterministic", "new_v", "positions", "block_size", "weights", "row_starts", "row_ends", "result", "sorted",
-    "block_rows", "block_starts", "block_chunks", "score_mod", "mask_mod", *CAPTURED,
+    "block_rows", "block_starts", "block_chunks", "block_queries", "score_mod", "mask_mod", *CAPTURED,
 })  # fmt: skip
 
 # Optional arguments in the order in which errors name them: first without sizes, then compared with the scores' sizes.
@@ -264,7 +264,7 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
                     *_FUNCTIONS,
                     Expansion(
                         "mask_mod",
-                        "portattn.api.score_functions:block_marks",
+                        "portattn.api.score_functions:mask_blocks",
                         ("block_mask", "block_size"),
                     ),
                 ),
@@ -298,8 +298,8 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
                 title="Gradients of dense",
                 gradient_of="attention",
                 tensors=_tensors(
-                    f"q k v {_GRADIENTS} alibi_slopes grad_slopes sinks bias grad_bias mask block_mask {_CAPTURED}"
-                    f" {_LENGTH_NAMES} dropout_seed"
+                    f"q k v {_GRADIENTS} alibi_slopes grad_slopes sinks bias grad_bias mask block_mask block_queries"
+                    f" {_CAPTURED} {_LENGTH_NAMES} dropout_seed"
                 ),
                 values=(*_SCORES, *_MODS, "block_size", "dropout_p", "deterministic", "return_lse", "layout"),
                 validate="portattn.validate.backward:dense_backward_call",

@@ -348,7 +348,7 @@ class Problem(Flags, metaclass=_ByKeyword, frozen=True, kw_only=True, forbid_unk
         """Return the size of each axis of a feature's tensor (Feature.axes)."""
         batch, rows = self.query_rows
         sizes = {"b": self.batch, "h": self.heads_q, "q": self.seq_q, "k": self.seq_k, "t": self.tokens}
-        blocks = {"m": -(-self.seq_q // self.block_q), "n": -(-self.seq_k // self.block_k)}
+        blocks = {"m": -(-self.seq_q // self.block_q), "n": -(-self.seq_k // self.block_k) + 2}
         return sizes | blocks | {"s": batch, "r": rows}
 
     def demands(self) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 from portattn.reference.dropout import keep_mask
-from portattn.reference.score_functions import WHOLE, call_mod
+from portattn.reference.score_functions import call_mod
 from portattn.schema.call import Call
 from portattn.schema.ops import BACKWARD, FEATURES
 from portattn.schema.problem_limits import DS_GROUP
@@ -61,7 +61,7 @@ class DenseView:
     inside: torch.Tensor  # (B, 1, rows) bool: the row belongs to its sequence
     distance: torch.Tensor  # (B, 1 or Hq, rows, keys) int64: |position of the query − position of the key|
     rows: torch.Tensor  # (rows,) int64: indices of the query rows
-    # Numbers of the queries (B or 1, rows) and keys (B or 1, keys) in their sequences, as score and mask functions count.
+    # Numbers of the queries (B or 1, rows) and keys (B or 1, keys) in their sequences, for score and mask functions.
     numbers: tuple[torch.Tensor, torch.Tensor]
     slots: int = 0  # batch of the query tensor, if each of its rows is a sequence here
 
@@ -266,9 +266,15 @@ def _dense_view(call: Call, rows: torch.Tensor | None) -> DenseView:
     if call.mask is not None:
         keep = keep & call.mask[:, :, i]
     if call.block_mask is not None:
-        every = call.block_mask.repeat_interleave(p.block_q, dim=2).repeat_interleave(p.block_k, dim=3)
-        marks = every[:, :, i][..., : p.seq_k]
-        keep, whole = keep & (marks != 0), marks == WHOLE
+        counts, ids = call.block_mask[..., :2].cumsum(-1)[..., None, None, :], call.block_mask[..., 2:]
+        place = torch.arange(ids.shape[3], device=ids.device)
+        named = ids[..., None] == place  # (B, Hq, R, places, C)
+        listed, whole = (
+            (named & (place[:, None] < counts[..., n])).any(dim=3)
+            .repeat_interleave(p.block_q, dim=2).repeat_interleave(p.block_k, dim=3)[:, :, i][..., : p.seq_k]
+            for n in (1, 0)
+        )  # fmt: skip
+        keep = keep & listed
     if call.bias is not None:
         keep = keep & (call.bias[:, :, i] != float("-inf"))
     numbers = _numbers(call, b, i)

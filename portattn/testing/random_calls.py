@@ -8,6 +8,7 @@ import msgspec
 import torch
 
 from portattn.launch.backward import rows_by_block
+from portattn.reference.score_functions import lists_by_key
 from portattn.schema.call import Call
 from portattn.schema.ops import ROWS
 from portattn.schema.problem import Problem
@@ -51,6 +52,8 @@ def random_gradients(problem: Problem, forward: Any, seed: int, device: str) -> 
         blocks = -(-p.seq_k // p.block_k)
         lists = rows_by_block(call.indices, call.counts, blocks, p.group)
         call.block_rows, call.block_starts, call.block_chunks = lists
+    if call.block_mask is not None:
+        call.block_queries = lists_by_key(call.block_mask)
     if p.grad_bias and call.bias is not None:
         own = [1 if stride == 0 else size for size, stride in zip(call.bias.shape, call.bias.stride(), strict=True)]
         call.grad_bias = torch.full(own, float("nan"), device=device)

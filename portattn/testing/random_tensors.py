@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from portattn.kernels.score_program import parse
+from portattn.reference.score_functions import PART, block_lists, listed_marks
 from portattn.schema.ops import CAPTURED, COMMON, FEATURES
 from portattn.schema.problem import Problem
 from portattn.schema.tensors import collapse_broadcast
@@ -280,12 +281,14 @@ def _tree(p: Problem, generator: torch.Generator, seed: int) -> torch.Tensor:
 
 
 def _blocks(p: Problem, generator: torch.Generator, seed: int) -> torch.Tensor:
-    """Return half of all block pairs, without one block of queries and one of keys; odd seeds: one for all heads."""
+    """List half of all block pairs, some as whole, none of one block of queries and of one of keys; odd seeds: the same
+    for all heads."""
     shape = (p.batch, 1 if seed % 2 else p.heads_q, -(-p.seq_q // p.block_q), -(-p.seq_k // p.block_k))
-    listed = torch.rand(shape, generator=generator) < 0.5
-    listed[:, :, 2:3] = False
-    listed[..., 1:2] = False
-    return listed.expand(p.batch, p.heads_q, *shape[2:])
+    marks = torch.randint(PART, PART + 2, shape, generator=generator) * (torch.rand(shape, generator=generator) < 0.5)
+    marks[:, :, 2:3] = 0
+    marks[..., 1:2] = 0
+    lists = block_lists(marks.to(torch.int8), (p.seq_q, p.seq_k), (p.block_q, p.block_k))
+    return lists.expand(p.batch, p.heads_q, *lists.shape[2:])
 
 
 _DRAWN = {"alibi_slopes": _slopes, "bias": _bias, "mask": _mask, "tree_mask": _tree, "block_mask": _blocks}
@@ -329,7 +332,8 @@ def attended_keys(p: Problem, lengths: Lengths, features: dict[str, torch.Tensor
         attended &= ((places >= begin[:, None]) & (places < end[:, None]) & (lengths.q > 0)[:, None])[:, None]
     blocks = features.get("block_mask")
     if blocks is not None:
-        shown = blocks.any(dim=2).repeat_interleave(p.block_k, dim=2)[..., : p.seq_k]
+        marked = listed_marks(blocks, blocks.shape[3] - 2).any(dim=2)
+        shown = marked.repeat_interleave(p.block_k, dim=2)[..., : p.seq_k]
         attended &= shown.reshape(p.batch, p.heads_k, p.group, p.seq_k).any(dim=2)
     words = features.get("tree_mask")
     if words is not None:

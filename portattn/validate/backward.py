@@ -22,7 +22,17 @@ from portattn.validate.varlen import packed, varlen_call
 
 
 def dense_backward_call(**given: Any) -> Call:
-    return _call(dense_call, given, _view(given), lambda lse: lse)
+    lists = given.pop("block_queries")
+    call = _call(dense_call, given, _view(given), lambda lse: lse)
+    if call.block_mask is not None:
+        down, places = call.block_mask.shape[2:]
+        shape = places - 2, down + 2
+        if lists is None or lists.ndim != 4 or lists.shape[2:] != shape or lists.stride(3) != 1:
+            limit = f"must be contiguous, (B, Hq, {shape[0]}, {shape[1]}), beside block_mask"
+            given_shape = None if lists is None else tuple(lists.shape)
+            raise ArgumentError(call.problem.op, "block_queries.shape", given_shape, limit)
+        call.block_queries = lists.expand(*call.block_mask.shape[:2], *shape)
+    return call
 
 
 def block_backward_call(**given: Any) -> Call:

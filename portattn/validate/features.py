@@ -229,7 +229,7 @@ class Features:
         self._add("tree_mask", mask.expand(1 if scores.packed else batch, shape[-1]))
 
     def block_mask(self, blocks: Any, scores: Scores) -> None:
-        self._tensor("block_mask", blocks, (torch.int8,))  # api/masks.py has made it
+        self._tensor("block_mask", blocks, (torch.int32,))  # api/masks.py has made it
         self._add("block_mask", blocks)  # `block_size` looks at its shape
 
     def block_size(self, size: Any, scores: Scores) -> None:
@@ -240,16 +240,16 @@ class Features:
         if blocks is None or not whole:
             raise ArgumentError(self.op, "block_size", size, "must be two integers above 0, and goes with block_mask")
         self.problem["block_q"], self.problem["block_k"] = size
-        down, across = ceil_div(scores.rows, size[0]), ceil_div(scores.keys, size[1])
+        down, across = ceil_div(scores.rows, size[0]), ceil_div(scores.keys, size[1]) + 2
         given = tuple(blocks.shape)
         if len(given) != 4 or given[2:] != (down, across):
-            limit = f"must be (B, Hq, {down}, {across}), of blocks of {tuple(size)}"
+            limit = f"must be (B, Hq, {down}, {across}), lists of blocks of {tuple(size)} after two counts"
             raise ArgumentError(self.op, "block_mask.shape", given, limit)
         for axis, most in enumerate((scores.batch, scores.heads)):
             if given[axis] not in (1, most):
                 whose = ("B", "Hq")[axis]
                 raise ArgumentError(self.op, f"block_mask's {whose}", given[axis], f"must be 1 or {most}")
-        if across > 1 and blocks.stride(3) != 1:  # as a compiler may have laid it out: kernels step by 1
+        if blocks.stride(3) != 1:  # as a compiler may have laid it out: kernels step by 1
             blocks = blocks.contiguous()
         self.call["block_mask"] = blocks.expand(scores.batch, scores.heads, down, across)
 

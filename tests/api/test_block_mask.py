@@ -14,9 +14,12 @@ from portattn.api import masks as module
 from portattn.api.signatures import request_of
 from portattn.api.torch_ops import arguments_of
 from portattn.launch import cache
+from portattn.planning.kernel_specs import CORES
 from portattn.planning.planner import plan
 from portattn.planning.registry import parse_target
+from portattn.reference.score_functions import block_lists
 from portattn.reference.tiles import Tiling
+from portattn.schema.lowering import Launch, Lowering
 from portattn.schema.ops import ROWS as OPS
 from portattn.schema.problem import Problem
 
@@ -69,20 +72,27 @@ def documents(b: Any, h: Any, i: Any, j: Any) -> Any:
     return (i // 30 == j // 40) & (i + h >= j // 2)
 
 
-def test_torchs_block_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+def untraceable(b: Any, h: Any, i: Any, j: Any) -> Any:
+    return documents(b, h, i, j) & (torch.lgamma(i + 3.0) > 0.0)
+
+
+def test_torchs_block_mask() -> None:
     q, k, v = tensors()
-    blocks = flex_attention.create_block_mask(documents, None, H, ROWS, KEYS, device="cpu", BLOCK_SIZE=SIZE)
+    blocks, unknown = (
+        flex_attention.create_block_mask(mod, None, H, ROWS, KEYS, device="cpu", BLOCK_SIZE=SIZE)
+        for mod in (documents, untraceable)
+    )
     mask = flex_attention.create_mask(documents, 1, H, ROWS, KEYS, device="cpu")
     expected = portattn.attention(q, k, v, mask=mask)
     module._warn_once.cache_clear()
-    with pytest.warns(
-        UserWarning, match="attention computes block_mask's mask_mod for every score at each call"
-    ) as said:
-        torch.testing.assert_close(portattn.attention(q, k, v, block_mask=blocks), expected)
+    with pytest.warns(UserWarning, match="mask_mod cannot be traced, so attention computes it for every score") as said:
+        torch.testing.assert_close(portattn.attention(q, k, v, block_mask=unknown), expected)
     assert said[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        portattn.attention(q, k, v, block_mask=blocks)  # warned of once
+        portattn.attention(q, k, v, block_mask=unknown)  # warned of once
+        torch.testing.assert_close(portattn.attention(q, k, v, block_mask=blocks), expected)
+        assert portattn.last_plan().problem.mask_mod
         alone = flex_attention.BlockMask.from_kv_blocks(
             blocks.kv_num_blocks, blocks.kv_indices, blocks.full_kv_num_blocks, blocks.full_kv_indices, SIZE
         )
@@ -216,6 +226,10 @@ def test_plans() -> None:
     target = parse_target("cuda:sm_90", "triton==3.6.0")
     made = plan(Problem(**sizes, block_q=48, block_k=160), target)
     assert (made.path, made.launch.block_m, made.launch.block_n) == ("triton", 16, 32)
+    for pipeline in ("rotated", "single"):
+        short = Problem(**(sizes | {"seq_k": 16}))
+        limits = CORES["attention"].limits(short, Lowering(pipeline=pipeline), Launch())  # type: ignore[arg-type]
+        assert [limit[:2] for limit in limits] == [("pipeline", "plain")]
     for fields, why in (
         ({"block_k": 24}, "block_mask has block_k 24, no multiple of 16"),
         ({"kv_format": "e4m3"}, "block_mask is given beside quantised tensors"),
@@ -289,10 +303,11 @@ def test_torchs_mask_in_a_whole_graph() -> None:
 
 
 @pytest.mark.interpreter
-def test_the_operator_checks_its_map() -> None:
+def test_the_operator_checks_its_lists() -> None:
     q, k, v = tensors()
     down, across = -(-ROWS // SIZE[0]), -(-KEYS // SIZE[1])
-    spread = torch.rand(1, 1, down, 2 * across).lt(0.5)[..., ::2]
+    marks = torch.randint(0, 3, (1, 1, down, across)).to(torch.int8)
+    spread = block_lists(marks, (ROWS, KEYS), SIZE).repeat_interleave(2, dim=-1)[..., ::2]
     tensors_, values, lengths = request_of("attention", q, k, v).parts
     names = list(OPS["attention"].tensors)
     given = list(tensors_)
@@ -327,7 +342,6 @@ def test_ids_of_no_block_are_passed_over_where_nothing_is_read_back() -> None:
 
 
 # A block mask of torch's with a mask_mod, and a mask beside it: a score counts where both say so.
-@pytest.mark.filterwarnings("ignore:attention computes block_mask")
 def test_a_mask_beside_a_mask_mod() -> None:
     def causal(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
         return i >= j

@@ -163,7 +163,6 @@ FEATURES_BLOCKS: dict[str, dict[str, Any]] = {
 LOWERINGS: dict[str, dict[str, str]] = {
     "finite": {"mask_value": "finite"}, "exp": {"exp": "exp"}, "persistent": {"grid": "persistent"},
     "branch": {"select": "branch"}, "block_ptr": {"load": "block_ptr"}, "transposed": {"k_tile": "transposed"},
-    "rotated": {"pipeline": "rotated"},
 }  # fmt: skip
 
 

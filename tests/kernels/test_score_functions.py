@@ -6,8 +6,9 @@ from typing import Any
 
 import gradient_cases
 import pytest
+import torch
 from kernel_cases import CAUSAL, check, problem
-from support import Device, random_call
+from support import Device, assert_right, random_call, run_core
 
 # Programs of kernels/score_program.py: a table of heads and distances, a cap, and what all operations are made of.
 TABLE = "c0 f 2 0\nt0 i sub q_idx kv_idx\nt1 i add t0 36\nt2 f load c0 h t1\nt3 f add score t2\nout t3"
@@ -17,7 +18,9 @@ WOVEN = (
     "t5 f div t4 t2\nt6 b load c1 b q_idx\nt7 f where t6 t5 -inf\nt8 f maximum t7 score\nt9 f abs t8\n"
     "t10 f add t9 1.5\nt11 f log t10\nt12 f sqrt t10\nt13 f mul t11 t12\nt14 f sub t13 score\nout t14"
 )
-BAND = "t0 i sub q_idx kv_idx\nt1 i abs t0\nt2 i positive_mod kv_idx 5\nt3 b le t1 t2\nt4 b eq h 1\nt5 b or t3 t4\nout t5"
+BAND = (
+    "t0 i sub q_idx kv_idx\nt1 i abs t0\nt2 i positive_mod kv_idx 5\nt3 b le t1 t2\nt4 b eq h 1\nt5 b or t3 t4\nout t5"
+)
 DOCUMENTS = (
     "c1 i 1 2\nt0 i load c1 q_idx\nt1 i load c1 kv_idx\nt2 b eq t0 t1\nt3 i floordiv t0 -2\nt4 b ne t3 b\n"
     "t5 b and t2 t4\nout t5"
@@ -29,6 +32,7 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
     "band": {"mask_mod": BAND},
     "documents": {"score_mod": TABLE, "mask_mod": DOCUMENTS, "alibi_slopes": True},
 }
+NAN = float("nan")
 OPS = ("dense", "padded", "varlen", "decode", "paged", "ragged")
 
 
@@ -57,3 +61,58 @@ def test_gradients_are_right(device: Device, base: dict, name: str) -> None:
         fields = {"heads_q": 4} | FUNCTIONS[name] | ({"window_left": 9} if seed == 1 else {})
         call = gradient_cases.random(device, seed, base, causal=causal, **fields)
         gradient_cases.check(device, call)
+
+
+# Lists of blocks: kernels have other code beside other limits, beside sinks, and of lists alone.
+BLOCKS: dict[str, Any] = {"batch": 1, "block_mask": True, "block_q": 16, "block_k": 32, "seq_q": 53, "seq_k": 100}
+LISTED: dict[str, dict[str, Any]] = {
+    "alone": {}, "band": {"mask_mod": BAND}, "sinks": {"mask_mod": BAND, "sinks": True},
+    "documents": FUNCTIONS["documents"] | {"causal": "bottom_right", "window_left": 40},
+    "lengths": {"mask_mod": BAND, "seqlens_q": True, "seqlens_k": True},
+    "causal": {"causal": "bottom_right", "seq_k": 40}, "whole blocks": {"mask_mod": BAND, "seq_q": 48, "seq_k": 96},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_lists_are_right(device: Device, name: str) -> None:
+    """Whole blocks are attended whole whatever the mask function says, and rows without keys hold NaN."""
+    for seed in range(2):
+        fields = {"heads_q": 4} | BLOCKS | LISTED[name]
+        call = random_call(problem("dense", **fields), seed, device=device.name)
+        assert_right(call, *run_core(device, call, launch={"block_n": 16 + 16 * seed}))
+        call = gradient_cases.random(device, seed, **fields)
+        call.q[:, :, 32:48] = NAN  # no list of these rows names a block
+        gradient_cases.check(device, call, block_n=16, rows_n=16 + 16 * seed)
+        if name == "band":
+            gradient_cases.check(device, call, {"dot_precision": "bf16x6"})
+
+
+def test_rows_hidden_from_all_keys_may_be_nan(device: Device) -> None:
+    """Of a partial block: the mask function alone hides them, and only the LSE tells."""
+    never = "t0 b ge q_idx 7\nt1 i positive_mod kv_idx 5\nt2 b lt t1 q_idx\nt3 b and t0 t2\nout t3"
+    for sinks in (False, True):
+        call = gradient_cases.random(device, 1, mask_mod=never, sinks=sinks)
+        call.q[:, :, :7] = NAN
+        gradient_cases.check(device, call)
+
+
+@pytest.mark.parametrize("wild", [-(2**31), -1, 99, 2**31 - 1])
+def test_wild_lists_read_nothing_outside(device: Device, wild: int) -> None:
+    """Counts and numbers of no block: keys and values are a part of memory that is NaN around them."""
+    fields: dict[str, Any] = {"heads_q": 4, "mask_mod": BAND} | BLOCKS | {"seq_q": 48, "seq_k": 96}
+    for place in (0, 1, slice(2, 4)):
+        forward = random_call(problem("dense", **fields), device=device.name)
+        for call in (forward, gradient_cases.random(device, **fields)):
+            for name in ("block_mask", "block_queries"):
+                if getattr(call, name) is not None:
+                    setattr(call, name, getattr(call, name).clone())
+                    getattr(call, name)[..., place] = wild
+            for name in ("q", "k", "v", "grad_out", "forward_out"):
+                if getattr(call, name) is not None:
+                    own = torch.nn.functional.pad(getattr(call, name).nan_to_num(0.0), (0, 0, 512, 512), value=NAN)
+                    setattr(call, name, own[:, :, 512:-512])
+            if call.forward_lse is not None:  # of other lists: rows that attend nothing are in some
+                call.forward_lse.nan_to_num_(neginf=0.0)
+            out, _ = run_core(device, call)
+            results = (call.grad_q, call.grad_k, call.grad_v) if call.problem.backward else (out,)
+            assert all(result.isfinite().all() for result in results)

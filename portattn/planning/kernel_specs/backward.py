@@ -66,6 +66,7 @@ class DenseBackward(CoreKernel):
         found = {name: common[name] for name in common if name not in _FORWARD_ONLY}
         return found | {"DROPS": drops(problem, lowering)} | function_constants(problem) | {
             "SCORE_GRADIENT": problem.score_mod or None,
+            "SINKS": problem.sinks and bool(problem.mask_mod or problem.block_mask),  # of backward_keys alone
         }  # fmt: skip
 
     def cannot(self, problem: Problem) -> tuple[str, str] | None:

@@ -50,6 +50,8 @@ class DenseForward(CoreKernel):
         found = super().limits(problem, lowering, launch)
         if self.form(lowering):
             found = warp_split_limits(found, problem, lowering, launch, ("plain", "single"))
+        if problem.block_mask and lowering.pipeline == "rotated":
+            found = (*found, ("pipeline", "plain", "a rotated loop's last tile is masked, of whichever block it is"))
         if lowering.operands == "stored" and problem.q_format == "as_q":
             return (*found, ("operands", "widened", "queries and keys are not quantised"))
         main, tail = head_columns(problem)
@@ -108,7 +110,7 @@ class DenseForward(CoreKernel):
         return problem.batch * problem.heads_q * ceil_div(problem.seq_q, launch.block_m)
 
     def in_one_tile(self, problem: Problem, launch: Launch) -> bool:
-        return not problem.packed and problem.seq_k <= launch.block_n
+        return not (problem.packed or problem.block_mask) and problem.seq_k <= launch.block_n
 
 
 class VarlenForward(DenseForward):
