@@ -254,6 +254,8 @@ def backward_keys(
                         # ahead, the loop took 1.07 to 1.5 times as long on an H200; by pointers 1.01 to 1.14 times.
                         lse = load_numbers(lse_source, start, BLOCK_N, NUMBERS)
                         row_delta = load_numbers(delta_source, start, BLOCK_N, NUMBERS)
+                        if SCORE_MOD is not None:  # which may give -inf for a whole row
+                            lse = tl.where(lse == float("-inf"), float("inf"), lse)
                     positions = rows + shift
                     row_start = tl.maximum(positions - left, k_first)
                     if CAUSAL != "none":

@@ -87,6 +87,14 @@ def test_lists_are_right(device: Device, name: str) -> None:
             gradient_cases.check(device, call, {"dot_precision": "bf16x6"})
 
 
+def test_gradients_of_rows_whose_scores_are_all_infinite(device: Device) -> None:
+    hidden = "t0 b ge q_idx 7\nt1 f where t0 score -inf\nout t1"
+    call = gradient_cases.random(device, score_mod=hidden)
+    assert call.grad_out is not None
+    call.grad_out.nan_to_num_(0.0)
+    gradient_cases.check(device, call)
+
+
 def test_rows_hidden_from_all_keys_may_be_nan(device: Device) -> None:
     """Of a partial block: the mask function alone hides them, and only the LSE tells."""
     never = "t0 b ge q_idx 7\nt1 i positive_mod kv_idx 5\nt2 b lt t1 q_idx\nt3 b and t0 t2\nout t3"
