@@ -26,7 +26,7 @@ class Feature:
     # softmax (row), the results (result)
     kind: FeatureKind
     # Axes of its tensor in a Call: b batch, h query heads, q query rows, k keys, t chosen tokens; s and r batch and
-    # rows of the query tensor, 1 and all rows if packed; m blocks of queries, n places of their lists. Empty: no tensor.
+    # rows of the query tensor, 1 and all rows if packed; m blocks of queries, n places of a list. Empty: no tensor.
     axes: str = ""
     dtype: str = ""  # of that tensor, a name of torch's; empty: q's
     narrow: bool = False  # whether float32 and q's dtype are both taken
