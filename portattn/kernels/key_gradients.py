@@ -53,7 +53,7 @@ from portattn.kernels.tiles import (
 def backward_keys(
     q, k, v, grad_out, forward_lse, delta, grad_k, grad_v,
     seqlens_q, seqlens_k, leftpad_q, leftpad_k, cu_seqlens_q, cu_seqlens_k,
-    alibi_slopes, bias, mask, block_mask,
+    alibi_slopes, bias, mask, block_queries,
     captured_0, captured_1, captured_2, captured_3, dropout_seed,
     scale, softcap, keep_scale,
     q_stride_b, q_stride_h, q_stride_s, q_stride_d,
@@ -65,7 +65,7 @@ def backward_keys(
     alibi_stride_b,
     bias_stride_b, bias_stride_h, bias_stride_q, bias_stride_k,
     mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k,
-    block_mask_stride_b, block_mask_stride_h, block_mask_stride_k,
+    block_queries_stride_b, block_queries_stride_h, block_queries_stride_k,
     heads_q, heads_k, group, seq_q, seq_k, key_tiles, together, tiles, batches, left, right, chunk, threshold,
     size_0, size_1, size_2, size_3, size_4, size_5, size_6, size_7,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -81,17 +81,17 @@ def backward_keys(
     Optional arguments are None, as in dense_forward. It goes through the query rows BLOCK_N at a time.
 
     chunk    None, or keys of a chunk, as in dense_forward
-    block_mask  None, or for each block of LISTED_K keys a list of blocks of LISTED_Q queries
+    block_queries  None, or for each block of LISTED_K keys a list of blocks of LISTED_Q queries
     NUMBERS  how a full tile's LSE and delta are read: `pointer`, or `descriptor`, where they are aligned
     """
     if GRID == "persistent":
         rounds = tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0))
     else:
         rounds: tl.constexpr = 1
-    LIMITS: tl.constexpr = block_mask is not None and (
+    LIMITS: tl.constexpr = block_queries is not None and (
         (CAUSAL != "none" or WINDOW) or (seqlens_q is not None or seqlens_k is not None)
     )
-    HIDES: tl.constexpr = MASK_MOD is not None or block_mask is not None
+    HIDES: tl.constexpr = MASK_MOD is not None or block_queries is not None
     # Rows that are hidden from all keys are known by an LSE of -inf, unless they attend a sink.
     BY_LSE: tl.constexpr = (HIDES and not (SINKS or DOT_PRECISION == "bf16x6")) and (bias is None and mask is None)
     LIMITED: tl.constexpr = CAUSAL != "none" or chunk is not None  # some rows before a key do not see it
@@ -149,7 +149,7 @@ def backward_keys(
         first_step, full_begin, full_end, last_step = kv_tile_range(
             near, far, low_near, low_far, q_first, BLOCK_N, LIMITED
         )
-        if block_mask is not None:
+        if block_queries is not None:
             q_first, first_step, full_begin = row_first, row_first, row_first  # 0
         elif MASK_MOD is not None:
             full_end = full_begin
@@ -200,10 +200,10 @@ def backward_keys(
             mods = ScoreMods(batch, head, row_first + shift, q_end - row_first, k_first, k_end - k_first,
                              captured_0, captured_1, captured_2, captured_3, size_0, size_1, size_2, size_3,
                              size_4, size_5, size_6, size_7, SCORE_MOD, MASK_MOD)  # fmt: skip
-            if block_mask is not None:
+            if block_queries is not None:
                 listed = (
-                    block_mask + batch.to(tl.int64) * block_mask_stride_b + head.to(tl.int64) * block_mask_stride_h
-                    + (key_0 // LISTED_K).to(tl.int64) * block_mask_stride_k
+                    block_queries + batch.to(tl.int64) * block_queries_stride_b + head.to(tl.int64) * block_queries_stride_h
+                    + (key_0 // LISTED_K).to(tl.int64) * block_queries_stride_k
                 )  # fmt: skip
                 full_end, last_step = listed_tiles(listed, seq_q, LISTED_Q, BLOCK_N)
             for edge in tl.static_range(2):
@@ -220,7 +220,7 @@ def backward_keys(
                         start = q_first + (first_step + i + skipped) * BLOCK_N
                     else:
                         start = q_first + (full_end + i) * BLOCK_N
-                    if block_mask is not None:
+                    if block_queries is not None:
                         start = listed_start(listed + 2, start, far, LISTED_Q, edge == 0 and not LIMITS)
                     if Q_OPERAND == "reload" and DOT_PRECISION != "bf16x6":
                         k_tile = load_query_rows(k_pointers, inside, k_stride_d, HEAD_DIM, BLOCK_D, False)

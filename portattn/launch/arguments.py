@@ -64,10 +64,11 @@ def tree_stride(call: Call) -> dict[str, int | None]:
     return {"tree_mask_stride_b": None if call.tree_mask is None else call.tree_mask.stride(0)}
 
 
-def block_strides(lists: torch.Tensor | None, axes: str = "bhq") -> dict[str, int | None]:
-    """Return the strides of a block mask's lists, or of its lists by key (`bhk`)."""
+def block_strides(call: Call, name: str = "block_mask", axes: str = "bhq") -> dict[str, int | None]:
+    """Return the strides of a block mask's lists; of those by key `name` is block_queries and `axes` bhk."""
+    lists = getattr(call, name)
     given = (None,) * 3 if lists is None else lists.stride()[:3]
-    return {f"block_mask_stride_{axis}": stride for axis, stride in zip(axes, given, strict=True)}
+    return {f"{name}_stride_{axis}": stride for axis, stride in zip(axes, given, strict=True)}
 
 
 def list_strides(call: Call) -> dict[str, int]:

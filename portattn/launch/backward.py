@@ -106,14 +106,19 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
     }  # fmt: skip
     rest = {"batches": problem.batch, **window(problem), "threshold": threshold, **captured_sizes(call)}
 
+    # A cached launch finds a tensor by its name in the call.
+    of_keys = {
+        "block_queries" if name == "block_mask" else name: value
+        for name, value in (options | {"block_mask": call.block_queries}).items()
+    }
     tiles = kernel.key_tiles(problem, launch)
     key_tiles = packed_keys(problem, launch) if problem.packed else ceil_div(problem.seq_k, launch.block_m)
     by_keys = KernelCall(
         BY_KEYS, "backward_keys", grid(tiles),
         {
-            **tensors, "grad_k": call.grad_k, "grad_v": call.grad_v, **options, "block_mask": call.block_queries,
-            **inputs, **outer_strides("dk", call.grad_k, "bhs"), **outer_strides("dv", call.grad_v, "bhs"), **scores,
-            **block_strides(call.block_queries, "bhk"),
+            **tensors, "grad_k": call.grad_k, "grad_v": call.grad_v, **of_keys, **inputs,
+            **outer_strides("dk", call.grad_k, "bhs"), **outer_strides("dv", call.grad_v, "bhs"), **scores,
+            **block_strides(call, "block_queries", "bhk"),
             "heads_q": problem.heads_q, "heads_k": problem.heads_k, **sizes, "key_tiles": key_tiles,
             "together": together, "tiles": tiles, **rest,
         },
@@ -131,7 +136,7 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
         BY_ROWS, "backward_rows", grid(tiles),
         {
             **tensors, "grad_q": call.grad_q, "grad_slopes": call.grad_slopes, **options, **inputs,
-            **outer_strides("dq", call.grad_q, "bhs"), **scores, **block_strides(call.block_mask),
+            **outer_strides("dq", call.grad_q, "bhs"), **scores, **block_strides(call),
             "heads_q": problem.heads_q, **sizes, "row_tiles": row_tiles, "together": together, "tiles": tiles, **rest,
         },
         {name: value for name, value in kernel.constexprs(problem, lowering, of_rows).items() if name != "SINKS"},

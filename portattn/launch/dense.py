@@ -54,7 +54,7 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
         "keep_scale": keep_scale,
         **strides("q", call.q, "bhsd"), **strides("k", call.k, "bhsd"), **strides("v", call.v, "bhsd"),
         **scale_strides(call, ("q_scale", "k_scale", "v_scale")), **outer_strides("o", out, "bhs"),
-        **alibi_stride(call), **score_strides(call), **block_strides(call.block_mask),
+        **alibi_stride(call), **score_strides(call), **block_strides(call),
         "heads_q": problem.heads_q, "group": problem.group,
         "seq_q": problem.query_rows[1], "seq_k": problem.seq_k if problem.total_k is None else problem.total_k,
         "row_tiles": row_tiles, "together": heads_together(problem, Registry.load().arch(plan.target)),
