@@ -11,6 +11,7 @@ from importlib import metadata
 import fakedriver
 import pytest
 import support
+import torch
 from fakedriver import run, triton_folders
 from opcalls import CALLS, problem
 from packaging.version import Version
@@ -18,6 +19,8 @@ from packaging.version import Version
 from portattn.launch import triton_compat
 from portattn.launch.kernelcall import meta_call
 from portattn.launch.run import kernel_calls
+from portattn.schema.call import TENSORS
+from portattn.schema.problem import Problem
 
 WAYS = ("driver", "launcher", "native")
 TRITONS = triton_folders()
