@@ -126,14 +126,15 @@ def plan_training(request: Request) -> tuple[_TrainingKey | None, Call | None]:
     if kind is not None:
         return kind if identical(values, kind.values) else _TrainingKey(op, tensors, values), None
     call = request.build()
-    problem = call.problem
+    # Gradients of tensors that a score function reads are the reference's, which recomputes the scores.
+    own, problem = call.problem, msgspec.structs.replace(call.problem, grad_captured=False)
     forward = msgspec.structs.replace(problem, needs_grad=False, return_lse=True)
     trained = backward.has_kernel(problem, q.device, request.settings) and _has_key(call, forward, request)
     if not trained:  # a call with other sizes may have kernels: planning it takes time, not planning it loses its graph
         trained = bool(dispatch.plan_call(_with_problem(call, problem), request.settings).key)
     call.dry = False
     if not trained:
-        return None, call
+        return None, _with_problem(call, own)
     while len(_known) >= _MOST_KNOWN:
         _known.pop(next(iter(_known)))
     kind = _known[key] = _TrainingKey(op, tensors, values)

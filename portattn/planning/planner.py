@@ -139,6 +139,7 @@ TAKES = {
     op: kernel.takes
     | (set() if ROWS[op].writes else {"needs_grad"})
     | ({"dropout"} if "dropout_p" in ROWS[op].values else set())
+    | ({"grad_captured"} if "score_mod" in ROWS[op].values and not ROWS[op].gradient_of else set())
     for op, kernel in CORES.items()
 }
 

@@ -426,6 +426,8 @@ class _Graph:
 
     def gradients(self, of_scores: torch.Tensor) -> dict[str, torch.Tensor]:
         leaves = list(self.leaves.values())
+        if not self.scores.requires_grad:  # a score function may read no score
+            return {name: torch.zeros_like(leaf) for name, leaf in self.leaves.items()}
         found = torch.autograd.grad(self.scores, leaves, of_scores, allow_unused=True, materialize_grads=True)
         return dict(zip(self.leaves, found, strict=True))
 
