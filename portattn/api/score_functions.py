@@ -90,7 +90,8 @@ class _Reading:
             for name in names
             if isinstance(vars(value).get(name), (bool, int, float, str, torch.Tensor, types.FunctionType))
         )
-        defaults = function.__defaults__ and tuple(self.key(value, depth) for value in function.__defaults__)
+        given = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items())
+        defaults = tuple(self.key(value, depth) for value in given)
         return id(code), code, closed, defaults, known, inside
 
     def _guarded(self, where: Any, name: str | None, value: Any, depth: int) -> Any:
@@ -154,7 +155,9 @@ def cached_trace(op: str, name: str, function: Any) -> tuple[str, list[torch.Ten
             return known.text, known.captured
     reading = _Reading()
     text, captured = _by_values(op, name, function, reading)
-    if type(function) is types.FunctionType and reading.sure and reading.guards is not None:
+    # A tensor that the function computes has other numbers as soon as its own tensors have.
+    read = all(any(tensor is each for each in reading.tensors) for tensor in captured)
+    if type(function) is types.FunctionType and reading.sure and reading.guards is not None and read:
         shapes = [(tensor, tensor.shape) for tensor in reading.tensors]
         _known.setdefault(function, {})[name] = _Known(reading.guards, shapes, text, captured)
     return text, captured
@@ -220,7 +223,8 @@ def traced_score_mod(op: str, score_mod: Any, q: Any) -> Any:
     """Return the program's text of score_mod, and the tensors that it reads."""
     if isinstance(score_mod, str):
         return score_mod, *[None] * CAPTURES
-    return left_out["score functions"](op, "score_mod", score_mod, (None,) * CAPTURES, q)
+    text, *captured = left_out["score functions"](op, "score_mod", score_mod, (None,) * CAPTURES, q)
+    return None if text == "out score" else text, *captured
 
 
 def traced_mask_mod(

@@ -11,15 +11,17 @@ import math
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from portattn.errors import ArgumentError
 from portattn.kernels import score_program
 from portattn.kernels.score_program import INPUTS, Node, ScoreProgram
+from portattn.reference.score_functions import evaluate
 
 _aten = torch.ops.aten
 _KINDS = {torch.bool: "b", torch.int8: "i", torch.uint8: "i", torch.int16: "i", torch.int32: "i", torch.int64: "l"}
@@ -38,10 +40,40 @@ _BOOLS = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "not"})
 _BITS = frozenset({"and", "or", "xor"})
 _VIEWS = frozenset({"alias", "detach", "view", "expand", "squeeze", "unsqueeze", "clone", "lift_fresh", "_unsafe_view",
                     "reshape"})  # fmt: skip
+_KEPT = frozenset({"alias", "detach", "clone", "lift_fresh"})  # of a captured tensor these keep every element's place
+_READS = ("_local_scalar_dense", "item", "is_nonzero", "equal")
+_ROUNDED = {torch.float16: "half", torch.bfloat16: "bfloat16"}
 _FILLED = {"zeros_like": 0.0, "ones_like": 1.0, "new_zeros": 0.0, "new_ones": 1.0, "zeros": 0.0, "ones": 1.0}
 
 
 _DTYPES = {"f": torch.float32, "i": torch.int32, "l": torch.int64, "b": torch.bool}
+
+
+def _truncated(a: Any, b: Any) -> torch.Tensor:
+    whole = torch.div(abs(a), abs(b), rounding_mode="floor")
+    return torch.where((a < 0) != (b < 0), -whole, whole)
+
+
+# Operations that are made of others, by their names in aten.
+_MADE_OF: dict[str, Callable[..., torch.Tensor]] = {
+    "tan": lambda x: torch.sin(x) / torch.cos(x), "sinh": lambda x: (torch.exp(x) - torch.exp(-x)) * 0.5,
+    "cosh": lambda x: (torch.exp(x) + torch.exp(-x)) * 0.5, "log10": lambda x: torch.log2(x) * math.log10(2.0),
+    "erfc": lambda x: 1.0 - torch.erf(x), "silu": lambda x: x * torch.sigmoid(x), "real": lambda x: x * 1,
+    "square": lambda x: x * x, "relu": lambda x: torch.maximum(x, torch.zeros_like(x)),
+    "hardtanh": lambda x, low=-1.0, high=1.0: x.clamp(low, high),
+    "leaky_relu": lambda x, slope=0.01: torch.where(x > 0, x, x * slope),
+    # Of a large x the exponential, which is not chosen, would be infinite, and its derivative NaN.
+    "elu": lambda x, alpha=1.0, scale=1.0, inside=1.0: torch.where(
+        x > 0, x * scale, torch.expm1(x.clamp(max=0.0) * inside) * (alpha * scale)
+    ),
+    "gelu": lambda x, approximate="none": 0.5 * x * (1.0 + (
+        torch.erf(x * math.sqrt(0.5)) if approximate == "none"
+        else torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x))
+    )),
+    "fmod": lambda a, b: a - _truncated(a, b) * b,
+    "fmax": lambda a, b: torch.where(torch.isnan(a), b, torch.where(torch.isnan(b), a, torch.maximum(a, b))),
+    "fmin": lambda a, b: torch.where(torch.isnan(a), b, torch.where(torch.isnan(b), a, torch.minimum(a, b))),
+}  # fmt: skip
 
 
 class _Refusal(Exception):
@@ -51,8 +83,8 @@ class _Refusal(Exception):
 class _Indexed:
     """A captured tensor with its first indices."""
 
-    def __init__(self, number: int, indices: tuple[str, ...]) -> None:
-        self.number, self.indices = number, indices
+    def __init__(self, number: int, indices: tuple[str, ...], detached: bool = False) -> None:
+        self.number, self.indices, self.detached = number, indices, detached
 
 
 class _Recorder(TorchDispatchMode):
@@ -67,11 +99,12 @@ class _Recorder(TorchDispatchMode):
         self.alive: list[torch.Tensor] = []  # so that no id is used twice
         self.captured: list[torch.Tensor] = []
         self.nonnegative = {"b", "h", "q_idx", "kv_idx"}
+        self.views: set[int] = set()  # elements of captured tensors, which share their memory
 
     def place(self) -> str:
         """Return file and line of the traced function that is being executed."""
         frame, found = sys._getframe(1), None
-        while frame is not None:
+        while frame is not None and frame.f_code is not trace.__code__:
             if frame.f_code is self.code or (found is None and not frame.f_code.co_filename.startswith((_TORCH, _OWN))):
                 found = frame
             frame = frame.f_back  # type: ignore[assignment]
@@ -84,6 +117,11 @@ class _Recorder(TorchDispatchMode):
 
     def emit(self, op: str, kind: str, *operands: str) -> str:
         name = f"t{len(self.nodes)}"
+        if all(score_program.literal(word) is not None for word in operands):  # Triton's functions take no number
+            with torch._C._DisableTorchDispatch():
+                inputs = {"score": torch.zeros((), dtype=torch.float64), "q_idx": torch.zeros((), dtype=torch.int32)}
+                text = str(ScoreProgram({}, (Node("t0", kind, op, operands),), "t0"))
+                return _number(evaluate(text, inputs, {}).item())
         self.nodes.append(Node(name, kind, op, operands))
         self.kinds[name] = kind
         return name
@@ -122,7 +160,7 @@ class _Recorder(TorchDispatchMode):
         return self.emit(f"to_{kind}", kind, word)
 
     def capture(self, tensor: torch.Tensor) -> _Indexed:
-        if tensor.ndim == 0 and tensor.device.type == "cpu" and tensor.is_meta:
+        if tensor.ndim == 0 and tensor.is_meta:  # made of a score, as by new_tensor
             raise self.refuse("a tensor without data is read")
         for number, known in enumerate(self.captured):
             if known is tensor:
@@ -139,33 +177,58 @@ class _Recorder(TorchDispatchMode):
         kind = "f" if tensor.is_floating_point() else _KINDS.get(tensor.dtype)
         if kind is None:
             raise self.refuse(f"a captured tensor is {tensor.dtype}")
-        return self.emit("load", kind, f"c{found.number}", *found.indices)
+        word = self.emit("load", kind, f"c{found.number}", *found.indices)
+        return self.emit("detach", kind, word) if found.detached and kind == "f" else word
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.name().partition("::")[2].partition(".")[0]
-        kwargs = kwargs or {}
+        space, _, name = func.name().partition("::")
+        name, kwargs = name.partition(".")[0], kwargs or {}
+        if space not in ("aten", "prims") and name != "tanh":  # attention-gym has a tanh of its own
+            raise self.refuse(f"{func} is no operation of torch's own")
         in_place = name.endswith("_") and not name.endswith("__")
-        if in_place:
-            if id(args[0]) not in self.words or isinstance(self.words[id(args[0])], _Indexed):
-                raise self.refuse(f"{name} writes to a tensor that it does not own")
+        if in_place or func._schema.is_mutable:
+            if not in_place or not isinstance(self.words.get(id(args[0])), str) or id(args[0]) in self.views:
+                raise self.refuse(f"{name} writes to a tensor that the function has not made")
             name = name[:-1]
-        found = self.record(name, func, args, kwargs)
-        if isinstance(found, torch.Tensor):
+        found = self.plain(name, func, args, kwargs)
+        if found is None:
+            found = self.record(name, func, args, kwargs)
+        if isinstance(found, torch.Tensor) or not isinstance(found[0], str):
             return found
         word, kind = found
         if in_place:
             self.words[id(args[0])] = word
             return args[0]
-        return self.fresh(word, _DTYPES[kind])
+        made = self.fresh(word, _DTYPES[kind])
+        if name == "select":
+            self.views.add(id(made))
+        return made
 
     def fresh(self, word: str | _Indexed, dtype: torch.dtype, shape: Sequence[int] = ()) -> torch.Tensor:
         """Return a tensor without data that stands for an operand."""
         with torch._C._DisableTorchDispatch():
             return self.bind(torch.empty(shape, dtype=dtype, device="meta"), word)
 
+    def plain(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return the result of an operation that reads no score or index, and tensors with axes; None of any other."""
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        if any(id(each) in self.words or each.is_meta for each in given):
+            return None
+        if name in _READS or name in _KEPT - {"detach"} or (name == "select" and args[1] == 0):
+            return None
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise self.refuse(f"{name} draws random numbers")
+        if name != "detach" and any(each.requires_grad and each.ndim for each in given):
+            why = "a captured tensor with gradients is used before it has an index for each axis"
+            raise self.refuse(f"{why} ({name}): compute with it outside of the function")
+        if given and not any(each.ndim for each in given):
+            return None
+        made = func(*args, **kwargs)
+        return made if given or made.ndim else None
+
     def record(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         """Return (operand, kind) of an operation's result, or a tensor if it needs no node."""
-        if name in ("_local_scalar_dense", "item", "is_nonzero", "equal"):
+        if name in _READS:
             raise self.refuse("the value of a tensor decides what is computed (hint: torch.where)")
         if name in _VIEWS:
             if name == "lift_fresh":  # torch.tensor(number)
@@ -175,8 +238,12 @@ class _Recorder(TorchDispatchMode):
             if word is None:
                 word = self.capture(args[0])
             if isinstance(word, _Indexed):
+                if name not in _KEPT:
+                    raise self.refuse(f"{name} of a captured tensor that has an index for some axes alone")
+                word = _Indexed(word.number, word.indices, word.detached or name == "detach")
                 return self.fresh(word, args[0].dtype, args[0].shape)
-            return word, self.kind_of(word)
+            kind = self.kind_of(word)
+            return self.emit("detach", kind, word) if name == "detach" and kind == "f" else word, kind
         if name in _FILLED or name in ("full", "full_like", "new_full", "scalar_tensor"):
             value = _FILLED.get(name, args[0] if name == "scalar_tensor" else args[-1])
             like = args[0] if args and isinstance(args[0], torch.Tensor) else None
@@ -187,20 +254,25 @@ class _Recorder(TorchDispatchMode):
             return self.index(args[0], args[1])
         if name == "select":
             return self.index(args[0], [args[2]] if args[1] == 0 else self._refuse_axis())
-        if name == "_to_copy":
-            dtype = kwargs.get("dtype")
+        if name in ("_to_copy", "to"):
+            given = [each for each in args[1:] if isinstance(each, torch.dtype)]
+            dtype = kwargs.get("dtype") or (given[0] if given else None)
             word = self.word(args[0])
             kind = self._kind_of_dtype(dtype) if dtype else self.kind_of(word)
-            return self.cast(word, kind), kind
+            word = self.cast(word, kind)
+            return self.emit(_ROUNDED[dtype], kind, word) if dtype in _ROUNDED else word, kind
+        if name in ("copy", "fill"):
+            kind = self.kind_of(self.word(args[0]))
+            return self.word(args[1], kind), kind
         if name == "pow":
             return self.power(args[0], args[1])
-        if name in ("square", "reciprocal", "rsqrt", "relu", "sign", "clamp", "clamp_min", "clamp_max", "rsub",
-                    "isneginf", "isinf", "log1p", "expm1", "trunc"):  # fmt: skip
+        if name in ("reciprocal", "rsqrt", "sign", "clamp", "clamp_min", "clamp_max", "rsub",
+                    "isneginf", "isnan", "isinf", "log1p", "expm1", "trunc", "sgn"):  # fmt: skip
             return self.composite(name, args, kwargs)
         op = name if name in _SAME else _OTHER.get(name)
         if op is not None:
             return self.operation(op, args, kwargs)
-        decomposed = _decompositions().get(func)
+        decomposed = _MADE_OF.get(name) or _decompositions().get(func)
         if decomposed is None:
             raise self.refuse(f"{func} is no operation on single scores")
         with self:
@@ -218,8 +290,9 @@ class _Recorder(TorchDispatchMode):
     def operation(self, op: str, args: Any, kwargs: Any) -> tuple[str, str]:
         if kwargs.get("rounding_mode") == "floor":
             op = "floordiv"
-        elif kwargs.get("rounding_mode") is not None:
-            raise self.refuse(f"division is rounded by {kwargs['rounding_mode']!r}")
+        elif kwargs.get("rounding_mode") == "trunc":
+            with self:
+                return self.word(made := _truncated(*args)), self.kind_of(self.word(made))
         if op in ("add", "sub") and kwargs.get("alpha", 1) != 1:
             args = (args[0], self.tensor("mul", args[1], kwargs["alpha"]))
         words = [self.word(value) for value in args]
@@ -234,10 +307,10 @@ class _Recorder(TorchDispatchMode):
         words = [self.cast(word, kind) for word in words]
         if op in ("floordiv", "mod"):
             return self.division(op, kind, words), kind
-        made = self.emit(op, "b" if op in _BOOLS else kind, *words)
+        name = self.emit(op, "b" if op in _BOOLS else kind, *words)
         if op in ("add", "mul", "minimum", "maximum") and all(map(self.is_nonnegative, words)):
-            self.nonnegative.add(made)
-        return made, self.kinds[made]
+            self.nonnegative.add(name)
+        return name, self.kind_of(name)
 
     def division(self, op: str, kind: str, words: list[str]) -> str:
         divisor = score_program.literal(words[1])
@@ -270,35 +343,26 @@ class _Recorder(TorchDispatchMode):
 
     def power(self, base: Any, exponent: Any) -> tuple[str, str]:
         number = exponent if not isinstance(exponent, torch.Tensor) else score_program.literal(self.word(exponent))
-        if number == 0.5:
-            return self.operation("sqrt", (base,), {})
-        if number is not None and number == int(number) and 1 <= abs(number) <= 8:
-            made = base
-            for _ in range(abs(int(number)) - 1):
-                made = self.tensor("mul", made, base)
-            if number < 0:
-                return self.operation("div", (1.0, made), {})
-            return (
-                self.operation("mul", (made, 1), {})
-                if made is base
-                else (self.word(made), self.kind_of(self.word(made)))
-            )
+        if number == 0:
+            kind = self.kind_of(self.word(base))
+            return self.cast("1", kind), kind
+        if number is not None and 2 * number == int(2 * number) and abs(number) <= 8:
+            factors = [base] * int(abs(number)) + [self.tensor("sqrt", base)] * (number != int(number))
+            made: Any = functools.reduce(functools.partial(self.tensor, "mul"), factors, cast("Any", 1))
+            return self.operation("div", (1.0, made), {}) if number < 0 else self.operation("mul", (made, 1), {})
         if isinstance(base, (int, float)) and base > 0:  # aˣ = 2^(x·log₂ a)
             return self.operation("exp2", (self.tensor("mul", exponent, math.log2(base)),), {})
-        raise self.refuse("a power has an exponent that is no whole number from -8 to 8 and not 0.5")
+        if number is not None:
+            return self.operation("exp2", (self.tensor("mul", self.tensor("log2", base), number),), {})
+        raise self.refuse("a power has an exponent that is no number, and a base that is none above 0")
 
     def composite(self, name: str, args: Any, kwargs: Any) -> tuple[str, str]:
         x, op, t = args[0], self.operation, self.tensor
-        if name == "square":
-            return op("mul", (x, x), {})
-        if name == "reciprocal":
-            return op("div", (1.0, x), {})
-        if name == "rsqrt":
-            return op("div", (1.0, t("sqrt", x)), {})
-        if name == "relu":
-            return op("maximum", (x, 0), {})
-        if name == "sign":
-            return op("where", (t("gt", x, 0), 1, t("where", t("lt", x, 0), -1, 0)), {})
+        if name in ("reciprocal", "rsqrt"):
+            return op("div", (1.0, t("sqrt", x) if name == "rsqrt" else x), {})
+        if name in ("sign", "sgn"):
+            one = 1.0 if x.is_floating_point() else 1
+            return op("where", (t("gt", x, 0), one, t("where", t("lt", x, 0), -one, 0 * one)), {})
         if name == "rsub":
             return op("sub", (args[1], x), kwargs)
         if name == "log1p":
@@ -307,6 +371,8 @@ class _Recorder(TorchDispatchMode):
             return op("sub", (t("exp", x), 1.0), {})
         if name == "isneginf":
             return op("eq", (x, float("-inf")), {})
+        if name == "isnan":
+            return op("ne", (x, x), {})
         if name == "isinf":
             return op("eq", (t("abs", x), float("inf")), {})
         if name == "trunc":
@@ -328,17 +394,17 @@ class _Recorder(TorchDispatchMode):
             raise self.refuse("a score is indexed")
         words = []
         for index in indices:
-            if index is None or isinstance(index, slice):
+            if index is None or index is Ellipsis or isinstance(index, slice):
                 raise self.refuse("a captured tensor is sliced: give an index for each axis")
             word = self.word(index)
             if self.kind_of(word) in ("f", "b"):
                 raise self.refuse("an index is no integer")
             words.append(word)
-        whole = _Indexed(found.number, (*found.indices, *words))
+        whole = _Indexed(found.number, (*found.indices, *words), found.detached)
         captured = self.captured[found.number]
         if len(whole.indices) == captured.ndim:
             word = self.load(whole)
-            return word, self.kinds[word]
+            return word, self.kind_of(word)
         if len(whole.indices) > captured.ndim:
             raise self.refuse(f"a captured tensor {tuple(captured.shape)} has {len(whole.indices)} indices")
         return self.fresh(whole, captured.dtype, captured.shape[len(whole.indices) :])
@@ -404,8 +470,8 @@ def trace(op: str, name: str, function: Any) -> Trace:
         word = recorder.word(result)
     except _Refusal as error:
         raise ArgumentError(op, name, shown, f"must be made of operations on single scores; {error}") from None
-    except RuntimeError as error:
-        if "meta" not in str(error):
+    except (RuntimeError, IndexError) as error:
+        if "meta" not in str(error) and "0-dim" not in str(error):
             raise
         limit = f"must not decide by a tensor's value; {recorder.place()}: {str(error).splitlines()[0]}"
         raise ArgumentError(op, name, shown, limit + " (hint: torch.where)") from error

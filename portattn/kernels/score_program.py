@@ -48,6 +48,7 @@ EXPRESSIONS: Mapping[str, str] = {
     "ge": "{0} >= {1}",
     "and": "{0} & {1}", "or": "{0} | {1}", "xor": "{0} ^ {1}", "not": "({0} == 0)",
     "lshift": "{0} << {1}", "rshift": "{0} >> {1}",
+    "detach": "{0}", "half": "({0}).to(tl.float16).to(tl.float32)", "bfloat16": "({0}).to(tl.bfloat16).to(tl.float32)",
     "to_f": "({0}).to(tl.float32)", "to_i": "({0}).to(tl.int32)", "to_l": "({0}).to(tl.int64)", "to_b": "{0} != 0",
 }  # fmt: skip
 
@@ -220,9 +221,9 @@ class _Differentiation:
             case "erf":  # 2/√π · exp(−x²)
                 slope = make("mul", make("exp", make("neg", make("mul", x, x))), "1.1283791670955126")
                 self.add(x, make("mul", g, slope))
-            case "float_mod":
+            case "float_mod" | "half" | "bfloat16":
                 self.add(x, g)
-            # Rounding has a derivative of 0; so have comparisons, whose values are no floats.
+            # Rounding to whole numbers and `detach` have a derivative of 0; so have comparisons, which are no floats.
 
 
 @functools.lru_cache(maxsize=1024)

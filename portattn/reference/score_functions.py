@@ -19,7 +19,8 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "erf": torch.erf, "floor": torch.floor, "ceil": torch.ceil, "where": torch.where, "eq": torch.eq, "ne": torch.ne,
     "lt": torch.lt, "le": torch.le, "gt": torch.gt, "ge": torch.ge, "and": torch.bitwise_and, "or": torch.bitwise_or,
     "xor": torch.bitwise_xor, "not": torch.logical_not, "lshift": torch.bitwise_left_shift,
-    "rshift": torch.bitwise_right_shift,
+    "rshift": torch.bitwise_right_shift, "detach": torch.detach, "half": torch.Tensor.half,
+    "bfloat16": torch.Tensor.bfloat16,
     **dict.fromkeys(
         ("floordiv", "positive_floordiv", "float_floordiv"), lambda a, b: torch.div(a, b, rounding_mode="floor")
     ),
@@ -82,7 +83,9 @@ def call_mod(
     if scores is not None:
         inputs["score"] = scores
     found = evaluate(text, inputs, {name: getattr(call, name) for name in CAPTURED})
-    return found if scores is None else found.expand_as(scores)
+    if scores is None or found.shape == scores.shape:
+        return found
+    return found.expand_as(scores).clone()  # of a function that reads no score; the caller writes to the result
 
 
 # Marks of blocks: 0 hidden, 1 attended in part, as a mask function says, 2 attended whole, whatever it says.
