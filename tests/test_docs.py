@@ -46,7 +46,7 @@ def _begins(line: str, whole: str) -> bool:
     ("page", "least"),
     [
         ("operations", 7), ("serving", 3), ("training", 6), ("choosing-a-backend", 2), ("flash-attn", 2),
-        ("context-parallel", 1), ("low-precision", 4), ("../README", 1),
+        ("context-parallel", 1), ("low-precision", 4), ("flex-attention", 5), ("../README", 1),
     ],
 )  # fmt: skip
 def test_the_examples_of_a_page(page: str, least: int, tmp_path: Path) -> None:

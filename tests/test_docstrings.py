@@ -29,10 +29,9 @@ def found(name: str) -> Any:
         from portattn.integrations import transformers
 
         return transformers.register
-    if name.startswith("integrations.sdpa."):
-        from portattn.integrations import sdpa
-
-        return getattr(sdpa, name.rpartition(".")[2])
+    if name.startswith("integrations."):
+        module, _, own = name.rpartition(".")
+        return getattr(importlib.import_module(f"portattn.{module}"), own)
     value: Any = portattn
     for part in name.split("."):
         value = getattr(value, part)
@@ -43,6 +42,7 @@ FUNCTIONS = [name for name in NAMES if inspect.isfunction(found(name))]
 FUNCTIONS += [f"{name}.{method}" for name, methods in METHODS.items() for method in methods]
 FUNCTIONS += [f"integrations.sdpa.{name}" for name in ("scaled_dot_product_attention", "route", "explain")]
 FUNCTIONS += [f"integrations.sdpa.{n}" for n in ("last_route", "replacement", "register_flash_impl", "flash_impl")]
+FUNCTIONS += [f"integrations.flex_attention.{name}" for name in ("flex_attention", "create_block_mask")]
 FUNCTIONS += ["distributed.decode_parallel", "distributed.context_parallel"]
 FUNCTIONS += [f"distributed.ContextParallel.{name}" for name in SHARED]
 CLASSES = [name for name in NAMES if inspect.isclass(found(name)) and name not in NO_EXAMPLE]

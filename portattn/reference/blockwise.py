@@ -187,6 +187,14 @@ def _run(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
     return out, lse if call.problem.return_lse else None
 
 
+def largest_scores(call: Call) -> torch.Tensor:
+    """Return the largest score of each row of a dense call, (B, Hq, Sq) in the compute dtype: -inf without keys."""
+    plain = replace(call, problem=msgspec.structs.replace(call.problem, needs_grad=False))
+    statistics = Statistics.empty(plain)
+    _forward(plain, statistics)
+    return statistics.largest.values[..., 0]
+
+
 def tiling_of(call: Call) -> Tiling:
     return Tiling(call, KEY_BLOCK, _score_elements(call), rows=KEY_BLOCK)
 

@@ -1,0 +1,210 @@
+"""Functions of scores: random programs with gradients, functions that are refused, values that change between calls."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from flex_cases import HEADS, KEYS, Expression, assert_right, qkv, results, theirs
+
+import portattn
+from portattn.integrations.flex_attention import AuxRequest, create_block_mask, flex_attention
+
+FLOATS, INTS = torch.randn(HEADS, KEYS), torch.arange(KEYS)
+LEARNED = torch.randn(HEADS, KEYS, requires_grad=True)
+
+
+def check_program(seed: int, backend: str, learned: bool) -> None:
+    made = Expression(seed)
+
+    def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        with portattn.settings(backend=backend):
+            aux = AuxRequest(lse=True)
+            out, (lse, _) = flex_attention(q, k, v, made.function(tensors), enable_gqa=True, return_aux=aux)
+        return [out, lse]
+
+    def right(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        return list(theirs(q, k, v, made.function(tensors))[:2])
+
+    given = [*qkv(), *made.tensors]
+    wide = [tensor.double() if tensor.is_floating_point() else tensor for tensor in given]
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)  # of numbers that are computed of indices alone
+    try:
+        expected = results(right, wide, learned)
+    finally:
+        torch.set_default_dtype(before)
+    same = results(right, given, learned)
+    assert_right(results(ours, given, learned), expected, same, f"seed {seed}: {made.source}")
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_programs(seed: int) -> None:
+    check_program(seed, "auto", learned=True)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("seed", range(100, 112))
+def test_random_programs_on_kernels(seed: int) -> None:
+    """Gradients of captured tensors are the reference's, so of every second program these have none."""
+    check_program(seed, "interpreter", learned=bool(seed % 2))
+
+
+def written(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    FLOATS.add_(1)
+    return s
+
+
+def assigned(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    FLOATS[0, 0] = 1.0
+    return s
+
+
+def into(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    torch.add(s, 1, out=FLOATS)
+    return s
+
+
+def branching(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return s if q >= kv else -s
+
+
+def read(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return s * q.item()
+
+
+def elsewhere(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return s + torch.empty(KEYS, device="meta")[kv]
+
+
+FILE = "test_flex_attention_functions.py"
+MANY = [torch.randn(2) for _ in range(5)]
+WIDE = [torch.randn(2, 2, 2) for _ in range(3)]
+Bad = tuple[Callable[..., Any], str]
+# Score functions, and words of the error; {} stands for the line of the function's only statement.
+REFUSED: dict[str, Bad] = {
+    "written": (written, f"{FILE}:{{}}: add_ writes to a tensor that the function has not made"),
+    "assigned": (assigned, f"{FILE}:{{}}: copy_ writes to a tensor that the function has not made"),
+    "into": (into, f"{FILE}:{{}}: add writes to a tensor that the function has not made"),
+    "branch": (branching, f"{FILE}:{{}}: the value of a tensor decides"),
+    "read": (read, f"{FILE}:{{}}: the value of a tensor decides"),
+    "elsewhere": (elsewhere, "captured_0.device is 'meta', but must be q's, cpu"),
+    "arguments": (lambda s, b, h, q: s, "score_mod is '(s, b, h, q)', but must take 5 arguments"),
+    "no function": (5, "score_mod is 'int', but must be a function of (score, b, h, q_idx, kv_idx)"),  # type: ignore[dict-item]
+    "text": ("causal", "score_mod is 'str', but must be a function, or a program of one"),  # type: ignore[dict-item]
+    "integer": (lambda s, b, h, q, kv: q - kv, "must return a floating-point score; it returns an int32"),
+    "bool": (lambda s, b, h, q, kv: s > 0, "must return a floating-point score; it returns a bool"),
+    "nothing": (lambda s, b, h, q, kv: None, "it returns a NoneType"),
+    "two": (lambda s, b, h, q, kv: (s, s), "it returns a tuple"),
+    "row": (lambda s, b, h, q, kv: s + FLOATS[h], "a captured tensor (4, 45) needs an index for each axis"),
+    "slice": (lambda s, b, h, q, kv: s + FLOATS[h, :][kv], "is sliced: give an index for each axis"),
+    "float index": (lambda s, b, h, q, kv: s + FLOATS[h, kv / 2], "an index is no integer"),
+    "too many indices": (lambda s, b, h, q, kv: s + FLOATS[b, h, kv], "a captured tensor (4, 45) has 3 indices"),
+    "tensors": (lambda s, b, h, q, kv: s + sum(t[b] for t in MANY), "5 tensors of 5 axes"),
+    "axes": (lambda s, b, h, q, kv: s + sum(t[b, b, b] for t in WIDE), "3 tensors of 9 axes"),
+    "random": (lambda s, b, h, q, kv: s + torch.rand(3)[b], "rand draws random numbers"),
+    "learned": (lambda s, b, h, q, kv: s + (LEARNED * 2)[h, kv], "compute with it outside of the function"),
+    "view": (lambda s, b, h, q, kv: s + FLOATS[h].view(9, 5)[b, b], "view of a captured tensor that has an index"),
+    "operation": (lambda s, b, h, q, kv: torch.erfinv(s), "aten.erfinv.default is no operation on single scores"),
+    "complex": (lambda s, b, h, q, kv: s * torch.ones(3, dtype=torch.complex64)[b].real, "complex64"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_function_is_refused_in_a_sentence(name: str) -> None:
+    function, words = REFUSED[name]
+    line = getattr(getattr(function, "__code__", None), "co_firstlineno", 0) + 1
+    q, k, v = qkv(heads=HEADS)
+    kept = FLOATS.clone()
+    with pytest.raises(portattn.ArgumentError) as raised:
+        flex_attention(q, k, v, function)
+    assert words.format(line) in str(raised.value)
+    assert str(raised.value).count("\n") == 0
+    assert torch.equal(FLOATS, kept)
+    if name not in ("arguments", "no function", "text", "elsewhere", "tensors", "axes"):
+        assert f"{FILE}:" in str(raised.value)
+
+
+def test_a_mask_function_is_refused_in_a_sentence() -> None:
+    q, k, v = qkv(heads=HEADS)
+    for function, words in ((lambda b, h, q, kv: q - kv, "must return a bool; it returns an int32"),
+                            (lambda b, h, q, kv: q.item() > 3, "the value of a tensor decides")):  # fmt: skip
+        with pytest.raises(portattn.ArgumentError, match=words):
+            portattn.attention(q, k, v, mask_mod=function)
+
+
+def test_an_exception_of_the_function_is_raised() -> None:
+    def failing(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        raise KeyError("own")
+
+    with pytest.raises(KeyError, match="own"):
+        flex_attention(*qkv(heads=HEADS), failing)
+
+
+def test_what_a_function_writes_to_is_its_own() -> None:
+    def added(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        s = s * 2
+        s += FLOATS[h, kv]
+        return s.masked_fill_(q < kv, -1.0)
+
+    q, k, v = qkv(heads=HEADS)
+    right = theirs(q, k, v, lambda s, b, h, q, kv: torch.where(q < kv, -1.0, 2 * s + FLOATS[h, kv]))[0]
+    torch.testing.assert_close(flex_attention(q, k, v, added), right, atol=1e-5, rtol=1e-5)
+
+
+class Scaled:
+    def __init__(self) -> None:
+        self.factor, self.table = 1.0, torch.ones(KEYS)
+
+    def __call__(self, s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return s * self.factor + (self.table * 2)[kv]
+
+
+def test_a_later_call_sees_values_that_changed() -> None:
+    """A list, an attribute, a tensor in place and another, a default, and a tensor computed of another."""
+    q, k, v = qkv(heads=HEADS)
+    factors, table, own = [1.0], torch.ones(KEYS), Scaled()
+
+    def of_list(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return s * factors[0] + table[kv] * table.sum()
+
+    def of_default(*, factor: float) -> Any:
+        return functools.partial(lambda s, b, h, q, kv, *, factor: s * factor, factor=factor)
+
+    def keyword(factor: float) -> Any:
+        def function(s: Any, b: Any, h: Any, q: Any, kv: Any, *, factor: float = factor) -> Any:
+            return s * factor
+
+        return function
+
+    def differs(first: Any, then: Callable[[], Any], second: Any) -> None:
+        before = flex_attention(q, k, v, first)
+        assert torch.equal(flex_attention(q, k, v, first), before)
+        then()
+        assert not torch.equal(flex_attention(q, k, v, second), before)
+
+    differs(of_list, lambda: factors.__setitem__(0, 3.0), of_list)
+    differs(of_list, lambda: table.mul_(torch.arange(KEYS)), of_list)
+    differs(own, lambda: setattr(own, "factor", 3.0), own)
+    differs(own, lambda: own.table.mul_(torch.arange(KEYS)), own)
+    differs(own, lambda: setattr(own, "table", torch.rand(KEYS)), own)
+    differs(of_default(factor=1.0), lambda: None, of_default(factor=2.0))
+    differs(keyword(1.0), lambda: None, keyword(2.0))
+
+
+def test_a_mask_of_documents_that_change() -> None:
+    q, k, v = qkv(heads=HEADS)
+    document = torch.arange(KEYS) // 9
+
+    def same(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return document[q] == document[kv]
+
+    before = portattn.attention(q, k, v, mask_mod=same)
+    document.copy_(torch.arange(KEYS) // 20)
+    mask = create_block_mask(same, None, None, q.shape[2], KEYS, "cpu", 16)
+    right = theirs(q, k, v, None, mask)[0]
+    assert not torch.allclose(before, right, atol=1e-3)
+    torch.testing.assert_close(portattn.attention(q, k, v, mask_mod=same), right, atol=1e-5, rtol=1e-5)
