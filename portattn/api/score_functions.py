@@ -188,6 +188,9 @@ def _with_captured(
     for tensor in own:
         if isinstance(q, torch.Tensor) and tensor.ndim == 0 and tensor.device.type == "cpu":
             tensor = tensor.to(q.device)
+        if isinstance(q, torch.Tensor) and tensor.device != q.device:
+            read = f"a function that reads a tensor {tuple(tensor.shape)} on {tensor.device}"
+            raise ArgumentError(op, name, read, f"must read tensors on q's device, {q.device}")
         place = next((i for i, known in enumerate(every) if known is tensor), len(every))
         if place == len(every):
             every.append(tensor)
