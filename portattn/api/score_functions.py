@@ -57,7 +57,8 @@ class _Reading:
         if isinstance(value, types.FunctionType):
             return self.function(value, depth + 1)
         if isinstance(value, types.MethodType):
-            return "method", self.function(value.__func__, depth + 1), self.attributes(value.__self__, value.__func__)
+            inner: Any = value.__func__
+            return "method", self.function(inner, depth + 1), self.attributes(value.__self__, inner)
         if isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType)) or _of_torch(value):
             return "fixed", id(value)
         call: Any = type(value).__dict__.get("__call__")

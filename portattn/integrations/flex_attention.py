@@ -153,7 +153,7 @@ def _check(query: Any, key: Any, value: Any, block_mask: Any, enable_gqa: bool) 
         limit = f"must be query's, {query.shape[1]} (hint: enable_gqa=True)"
         raise ArgumentError(WHO, "key's heads", key.shape[1], limit)
     batch, own = query.shape[0], key.shape[0]
-    if batch != own and (block_mask is None or block_mask.kv_num_blocks.shape[0] != batch):
+    if batch != own and (not isinstance(block_mask, BlockMask) or block_mask.kv_num_blocks.shape[0] != batch):
         raise ArgumentError(
             WHO, "key's batch", own, f"must be query's, {batch}, unless it is 1 and block_mask has {batch}"
         )
