@@ -18,6 +18,7 @@ import torch
 
 from portattn.api.score_trace import trace
 from portattn.api.transform_checks import leave_out, left_out
+from portattn.config import current
 from portattn.errors import ArgumentError
 from portattn.kernels import score_program
 from portattn.kernels.score_program import CAPTURES, SIZES, Node, ScoreProgram
@@ -264,7 +265,7 @@ def mask_blocks(
         return None, None  # validation raises
     axis = 1 if layout == "bshd" else 2
     sizes = (q.shape[0], q.shape[3 - axis], q.shape[axis], k.shape[axis])
-    if min(sizes) == 0 or max(sizes[2:]) <= BLOCK:
+    if min(sizes) == 0 or max(sizes[2:]) <= BLOCK or current().invariant:
         return None, None
     captured = dict(zip(CAPTURED, (captured_0, captured_1, captured_2, captured_3), strict=True))
     return left_out["block lists"](mask_mod, captured, sizes, q.device), (BLOCK, BLOCK)

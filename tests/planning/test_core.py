@@ -72,6 +72,7 @@ def test_constants_of_the_dense_kernel() -> None:
         "BLOCK_M": 32, "BLOCK_N": 64, "CAUSAL": "bottom_right", "WINDOW": True, "SOFTCAP": True, "BIAS_BY_KEY": False,
         "MASK_BY_KEY": True, "NEGATED": True, "SEARCH": 256, "KV_FORMAT": "as_q", "KV_SCALES": "none",
         "Q_FORMAT": "as_q", "V_FORMAT": "as_q", "P_TERMS": 1, "LISTED_Q": 0, "LISTED_K": 0,
+        "SCORE_MOD": None, "MASK_MOD": None,
         "DROPS": "scores",  # without dropout there is one form
     }  # fmt: skip
     assert CORES["attention"].constexprs(p, lowering, Launch(block_m=32, block_n=64)) == expected

@@ -134,8 +134,10 @@ def test_a_call_is_trained_by_kernels_where_one_computes_the_gradients() -> None
     made = plan(problem(**BIG, needs_grad=True), parse_target("cuda:sm_90", "triton==3.6.0"))
     assert made.notes[-1].startswith("gradients by")
     made = plan(problem(**BIG, needs_grad=True, block_mask=True), sm_80())
+    assert (made.path, made.rejected, made.notes[-1]) == ("triton", (), "gradients by triton")
+    made = plan(problem(**BIG, needs_grad=True, score_mod="c0 f 1 0\nout score", grad_captured=True), sm_80())
     assert (made.path, made.notes[-1]) == ("reference", "gradients by reference")
-    assert made.rejected[0].reason == "gradients are asked for: its gradients' kernels take no block_mask"
+    assert "grad_captured" in made.rejected[0].reason
 
 
 def test_a_quirk_of_the_gradients_kernels_leads_a_training_call_elsewhere(tmp_path: Path) -> None:

@@ -161,6 +161,8 @@ def varies(problem: Problem) -> tuple[str, str] | None:
     if problem.dropout:
         reason = "dropout_p > 0, whose draws depend on a sequence's place in the batch (invariant=True)"
         return reason, "dropout_p=0.0"
+    if problem.block_mask:
+        return "block_mask, whose whole blocks come first (invariant=True)", "mask_mod, without lists of blocks"
     if problem.backward and (problem.leftpad_q or problem.leftpad_k):
         return "left padding moves the tiles of gradients (invariant=True)", "pad on the right, or varlen_attention"
     return None
