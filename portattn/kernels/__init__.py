@@ -1,6 +1,6 @@
 """The core kernels: one Triton source each, specialised by Lowering choices. Import needs Triton and nothing else.
 
-tiles.py     named primitives that take the choices; softmax.py: those of the softmax
+tiles.py     named primitives that take the choices; softmax.py: the softmax
 score_program.py  score and mask functions as Triton functions
 records.py   jit: records as arguments; arguments.py: the records
 attend.py    the loop over key tiles that the kernels with matrix products share

@@ -202,7 +202,8 @@ def backward_keys(
                              size_4, size_5, size_6, size_7, SCORE_MOD, MASK_MOD)  # fmt: skip
             if block_queries is not None:
                 listed = (
-                    block_queries + batch.to(tl.int64) * block_queries_stride_b + head.to(tl.int64) * block_queries_stride_h
+                    block_queries + batch.to(tl.int64) * block_queries_stride_b
+                    + head.to(tl.int64) * block_queries_stride_h
                     + (key_0 // LISTED_K).to(tl.int64) * block_queries_stride_k
                 )  # fmt: skip
                 full_end, last_step = listed_tiles(listed, seq_q, LISTED_Q, BLOCK_N)

@@ -77,6 +77,7 @@ COMMON = of_kinds("scores", "row")
 # Tensors that are added to scores.
 ADDED = tuple(name for name in of_kinds("tokens", "scores") if FEATURES[name].floating)
 # Tensors that a call's score and mask functions read (kernels/score_program.py).
+MODS = ("score_mod", "mask_mod")
 CAPTURED = tuple(f"captured_{number}" for number in range(score_program.CAPTURES))
 # A Call's tensors that can have gradients.
 DIFFERENTIABLE = ("q", "k", "v", "q_rope", *CAPTURED, *(name for name, feature in FEATURES.items() if feature.floating))
@@ -101,10 +102,7 @@ _NO_OPTION = frozenset({
 # Optional arguments in the order in which errors name them: first without sizes, then compared with the scores' sizes.
 # `window` comes first of the latter, since it decides the causal mask.
 _NUMBERS = ("causal", "scale", "dropout_p", "dropout_seed", "return_lse", "num_splits")
-_SCORED = (
-    "window", *(name for name in COMMON if FEATURES[name].axes), "chunk", "softcap", "block_size", *CAPTURED,
-    "score_mod", "mask_mod",
-)  # fmt: skip
+_SCORED = ("window", *(n for n in COMMON if FEATURES[n].axes), "chunk", "softcap", "block_size", *CAPTURED, *MODS)
 
 
 @dataclass(frozen=True)
@@ -230,15 +228,12 @@ _INDEXER: dict[str, Any] = {"heads_q": 5, "heads_k": 1, "head_dim": 40, "dtype":
 _ONE_HEAD: dict[str, Any] = {"heads_q": 1, "heads_k": 1, "head_dim": 1}
 
 _SCORES = ("scale", "causal", "window", "chunk", "softcap")
-_MODS = ("score_mod", "mask_mod")
 _CAPTURED = " ".join(CAPTURED)
 # Inputs of the gradients, and memory for dQ, dK and dV (schema/call.py).
 _GRADIENTS = "forward_out forward_lse grad_out grad_lse grad_q grad_k grad_v"
 _OPERANDS = "q_scale k_scale v_scale"  # of quantised q, k and v
 _STORED = "k_scale v_scale k_block_scale v_block_scale"  # of a quantised cache
-_FUNCTIONS = tuple(
-    Expansion(name, f"portattn.api.score_functions:traced_{name}", (name, *CAPTURED)) for name in _MODS
-)
+_FUNCTIONS = tuple(Expansion(name, f"portattn.api.score_functions:traced_{name}", (name, *CAPTURED)) for name in MODS)
 _BLOCK_LISTS = {"indices": "block_indices", "counts": "block_counts"}
 _INVERTED = "block_rows block_starts block_chunks"  # the rows that list each block
 _LENGTH_NAMES = "seqlens_q seqlens_k leftpad_q leftpad_k"
@@ -254,7 +249,7 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
                     f"q k v {_OPERANDS} alibi_slopes sinks bias mask block_mask {_CAPTURED} {_LENGTH_NAMES}"
                     " dropout_seed"
                 ),
-                values=(*_SCORES, *_MODS, "block_size", "dropout_p", "out_dtype", "return_lse", "layout"),
+                values=(*_SCORES, *MODS, "block_size", "dropout_p", "out_dtype", "return_lse", "layout"),
                 expansions=(
                     Expansion(
                         "block_mask",
@@ -284,7 +279,7 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
                 tensors=_tensors(
                     f"q k v {_OPERANDS} cu_seqlens_q cu_seqlens_k alibi_slopes sinks {_CAPTURED} dropout_seed"
                 ),
-                values=("max_seqlen_q", "max_seqlen_k", *_SCORES, *_MODS, "dropout_p", "out_dtype", "return_lse"),
+                values=("max_seqlen_q", "max_seqlen_k", *_SCORES, *MODS, "dropout_p", "out_dtype", "return_lse"),
                 lengths=("max_seqlen_q", "max_seqlen_k"),
                 expansions=_FUNCTIONS,
                 validate="portattn.validate.varlen:varlen_call",
@@ -301,7 +296,7 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
                     f"q k v {_GRADIENTS} alibi_slopes grad_slopes sinks bias grad_bias mask block_mask block_queries"
                     f" {_CAPTURED} {_LENGTH_NAMES} dropout_seed"
                 ),
-                values=(*_SCORES, *_MODS, "block_size", "dropout_p", "deterministic", "return_lse", "layout"),
+                values=(*_SCORES, *MODS, "block_size", "dropout_p", "deterministic", "return_lse", "layout"),
                 validate="portattn.validate.backward:dense_backward_call",
                 launches="portattn.launch.backward:calls",
                 canaries=(_PLAIN | _LENGTHS | _NO_LSE | {"mask": True}, _FEATURED | _LENGTHS | _NO_LSE),
@@ -314,7 +309,7 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
                     f"q k v {_GRADIENTS} cu_seqlens_q cu_seqlens_k alibi_slopes grad_slopes sinks {_CAPTURED}"
                     " dropout_seed"
                 ),
-                values=("max_seqlen_q", "max_seqlen_k", *_SCORES, *_MODS, "dropout_p", "deterministic", "return_lse"),
+                values=("max_seqlen_q", "max_seqlen_k", *_SCORES, *MODS, "dropout_p", "deterministic", "return_lse"),
                 lengths=("max_seqlen_q", "max_seqlen_k"),
                 validate="portattn.validate.backward:varlen_backward_call",
                 launches="portattn.launch.backward:calls",
@@ -329,7 +324,7 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
                     f"q k v {_STORED} alibi_slopes sinks bias mask tree_mask {_CAPTURED} seqlens_k leftpad_k",
                     **{"k": "k_cache", "v": "v_cache"},
                 ),
-                values=(*_SCORES, *_MODS, "num_splits", "return_lse", "layout"),
+                values=(*_SCORES, *MODS, "num_splits", "return_lse", "layout"),
                 expansions=_FUNCTIONS,
                 validate="portattn.validate.dense:decode_call",
                 launches="portattn.launch.decode:calls",
@@ -350,7 +345,7 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
                     k="k_pages",
                     v="v_pages",
                 ),
-                values=("max_seqlen_q", *_SCORES, *_MODS, "num_splits", "return_lse", "layout", "page_layout"),
+                values=("max_seqlen_q", *_SCORES, *MODS, "num_splits", "return_lse", "layout", "page_layout"),
                 lengths=("max_seqlen_q",),
                 expansions=(_pages("paged_table"), *_FUNCTIONS),
                 validate="portattn.validate.paged:paged_call",

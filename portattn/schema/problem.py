@@ -8,7 +8,7 @@ from typing import Any, get_args
 import msgspec
 
 from portattn.errors import ArgumentError
-from portattn.schema.ops import EVERY_SCORE, FEATURES, ROWS, Flags
+from portattn.schema.ops import EVERY_SCORE, FEATURES, MODS, ROWS, Flags
 from portattn.schema.problem_limits import (
     ANY_LENGTH,
     ASKED,
@@ -63,8 +63,7 @@ class Problem(Flags, metaclass=_ByKeyword, frozen=True, kw_only=True, forbid_unk
     """One attention problem: op, sizes, dtype and features (schema/ops.py). Hashable: plans are cached by it.
 
     Attributes:
-        op: the operation
-        dtype: of queries and results; of results alone if queries are quantised
+        op, dtype: the operation; the dtype of queries and results, of results alone if queries are quantised
         batch, heads_q, heads_k, seq_q, seq_k: sizes; seq_k is a cache's capacity; of packed tensors seq_q and seq_k are
             the longest sequence's
         head_dim, head_dim_v: width of Q and K, and of V; for mla_attention of the latent row, and of its part that is
@@ -83,7 +82,6 @@ class Problem(Flags, metaclass=_ByKeyword, frozen=True, kw_only=True, forbid_unk
         block_q, block_k: queries and keys of a block of block_mask; block_k also of a chosen block
         bias_by_key, mask_by_key: they are the same for every head and query of a sequence
         score_mod, mask_mod: programs of the caller's functions of scores and masks (kernels/score_program.py)
-        grad_captured: tensors that these functions read have gradients that are requested
         num_splits: programs that share a row's keys, as the caller demands; 0: planning chooses
         aligned: rows are contiguous, and bases and outer strides are multiples of 16 bytes (for TMA)
         word_aligned: the same for a cache's rows, with 4 bytes (for a float32 scale inside them). For nvfp4 the blocks'
@@ -95,12 +93,12 @@ class Problem(Flags, metaclass=_ByKeyword, frozen=True, kw_only=True, forbid_unk
             all share one), token (a token and a head)
         rotary, rotary_dim: append and write: keys get a rotary embedding in their first rotary_dim columns
         large: a tensor spans 2 GiB or more, so 32-bit byte offsets do not reach all of it
-        needs_grad: autograd will ask for gradients
-        dropout: dropout_p > 0
-        grad_lse, grad_bias, grad_slopes: gradients: the LSE has a gradient; the bias's and the slopes' are requested
+        needs_grad, dropout: autograd will ask for gradients; dropout_p > 0
+        grad_lse, grad_bias, grad_slopes, grad_captured: the LSE has a gradient; the bias's, the slopes' and that of
+            tensors that functions read are requested
         deterministic: results must repeat bit by bit (torch.use_deterministic_algorithms)
         invariant: a row's keys are summed in one order, whatever the call's sizes and its other rows are
-        negative_scale: the factor on the scores is below 0: kernels carry its sign in Q
+        negative_scale: the scores' factor is below 0: kernels carry its sign in Q
 
     Raises:
         ArgumentError: A size is out of range; the error names the field.
@@ -406,14 +404,13 @@ class Problem(Flags, metaclass=_ByKeyword, frozen=True, kw_only=True, forbid_unk
             "window": self.window or self.chunk > 0,  # kernels mask a chunk by the code of a window
             "chunk": self.chunk > 0,
             # A change of every score of a tile takes registers.
-            "featured": any(getattr(self, name) for name in (*EVERY_SCORE, "score_mod", "mask_mod")),
+            "featured": any(getattr(self, name) for name in (*EVERY_SCORE, *MODS)),
             "aligned": self.aligned,
             "words": self.words,
             "large": self.large,
             "dropout": self.dropout,
             "deterministic": self.deterministic,
-            "score_mod": bool(self.score_mod),
-            "mask_mod": bool(self.mask_mod),
+            **{name: bool(getattr(self, name)) for name in MODS},
             "batch": batch,
             "heads_q": self.heads_q,
             "heads_k": self.heads_k,
@@ -474,8 +471,7 @@ class Problem(Flags, metaclass=_ByKeyword, frozen=True, kw_only=True, forbid_unk
             sizes.append(f"blocks of {self.block_k} keys")
         if self.packed:
             sizes.append(f"{self.batch} sequences")
-        asked = (*ASKED, "dropout", "invariant", "score_mod", "mask_mod")
-        flags = [flag for flag in asked if getattr(self, flag)]
+        flags = [flag for flag in (*ASKED, "dropout", "invariant", *MODS) if getattr(self, flag)]
         causal = [f"causal {self.causal.replace('_', '-')}"] if self.causal != "none" else []
         right = self.window_right if self.causal == "none" else 0
         window = [f"window ({self.window_left},{right})"] if self.window else []

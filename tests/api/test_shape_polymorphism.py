@@ -27,7 +27,7 @@ BEYOND = 2**31  # the first number that does not fit 32 bits
 def step(arguments, options=None):
     """A launch of a kernel that takes x, y, z, the last of which is not specialised, and the constant WIDTH."""
 
-    def kernel(x, y, z, WIDTH: tl.constexpr):  # type: ignore[name-defined]  # noqa: F821
+    def kernel(x, y, z, WIDTH: "tl.constexpr"):  # type: ignore[name-defined]  # noqa: F821
         pass
 
     described: Any = SimpleNamespace(fn=kernel, arg_names=("x", "y", "z", "WIDTH"), do_not_specialize=("z",))

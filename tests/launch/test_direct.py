@@ -106,8 +106,8 @@ LISTED = {"block_mask": True, "seq_q": 256, "seq_k": 384}
 @pytest.mark.parametrize("op", [*CALLS, "lists"])
 def test_tensors_have_the_names_of_the_call(op, device):
     """A cached launch passes the tensor of that name of the next call, whatever the first launch passed."""
-    p = Problem(op="attention_backward", batch=1, heads_q=2, heads_k=2, head_dim=16, **LISTED) if op == "lists" else None
-    made = support.core_plan(support.CPU, p or problem(op))
+    listed = Problem(op="attention_backward", batch=1, heads_q=2, heads_k=2, head_dim=16, **LISTED)
+    made = support.core_plan(support.CPU, listed if op == "lists" else problem(op))
     call = meta_call(made.problem)
     for launch in kernel_calls(made, call, 3)[0]:
         for argument, value in launch.arguments.items():

@@ -99,12 +99,14 @@ def test_blocks_of_any_size_are_right(monkeypatch: pytest.MonkeyPatch, op: str, 
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize(
-    ("strides", "scale"), {"spare": -0.7, "transposed": 0.0, "sliced": 3.0, "expanded": 30.0}.items()
+    ("strides", "scale"), {"spare": -0.7, "transposed": 0.0, "sliced": 3.0, "expanded": 300.0}.items()
 )
 @pytest.mark.parametrize("page_layout", ["phd", "hpd"])
 def test_strides_and_scales(op: str, strides: str, scale: float, page_layout: str) -> None:
     call = random_call(named_problem(op, page_layout=page_layout), seed=6, strides=strides, scale=scale)
-    assert_right(call, *run(call))
+    # By a large factor what float32 rounds of a score decides, and torch's own error, the budget, may be luck.
+    extra = torch.finfo(torch.float32).eps * abs(scale) * call.problem.head_dim
+    assert_right(call, *run(call), extra)
 
 
 class LargestTensor(TorchDispatchMode):
