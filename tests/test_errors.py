@@ -6,7 +6,7 @@ import pickle
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -75,10 +75,7 @@ def test_an_error_of_the_caller_shows_his_line_and_the_entry(entry: str) -> None
 
 @pytest.mark.parametrize("fault", [RuntimeError("a fault"), TypeError("a fault"), KeyError("a fault")], ids=repr)
 def test_a_fault_of_portattn_shows_all_frames(fault: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(self: Request) -> NoReturn:
-        raise fault
-
-    monkeypatch.setattr(Request, "build", broken)
+    monkeypatch.setattr(Request, "build", Mock(side_effect=fault))
     with pytest.raises(type(fault)) as raised:
         portattn.attention(Q, Q, Q, scale=0.123)
     assert len(frames_of(raised.value)) > 2, frames_of(raised.value)

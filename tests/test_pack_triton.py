@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -156,10 +157,7 @@ def test_a_release_that_the_index_lacks_is_pips_words(script: ModuleType, monkey
 
 
 def test_an_interrupt_while_it_compresses_leaves_nothing(script, wheel, monkeypatch, tmp_path, capsys):
-    def interrupted(*given: Any, **options: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(script.tarfile.TarFile, "add", interrupted)
+    monkeypatch.setattr(script.tarfile.TarFile, "add", Mock(side_effect=KeyboardInterrupt))
     assert script.main(["3.8.0", str(tmp_path / "t.txz")]) == 130
     assert "nothing was written" in capsys.readouterr().err
     assert os.listdir(tmp_path) == [wheel.name]

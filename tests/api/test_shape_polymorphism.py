@@ -5,6 +5,7 @@ import itertools
 from array import array
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import opcalls
@@ -223,10 +224,7 @@ def test_buffers_lie_one_after_the_other(monkeypatch):
     ],
 )
 def test_what_cannot_be_traced_is_kept_for_its_own_sizes_alone(keep, monkeypatch, raised, why):
-    def plan(self, call):
-        raise raised
-
-    monkeypatch.setattr(shape_polymorphism.CallRecipe, "plan", plan)
+    monkeypatch.setattr(shape_polymorphism.CallRecipe, "plan", Mock(side_effect=raised))
     cached, inputs = keep(640)
     assert cached.why_fixed == why
     assert cached.program(inputs) == cached.sizes

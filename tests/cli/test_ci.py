@@ -1,6 +1,7 @@
 """`portattn ci`: what another compiler breaks is red with its cause, and what it does not is green and short."""
 
 import re
+from unittest.mock import Mock
 
 import pytest
 from quirk_files import plant
@@ -57,10 +58,7 @@ def test_the_full_set_says_what_it_is_doing(portattn, monkeypatch):
 
 
 def test_ctrl_c_while_plans_are_made(portattn, monkeypatch, tmp_path):
-    def interrupted(spec, registry):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(sides, "planned_cell", interrupted)
+    monkeypatch.setattr(sides, "planned_cell", Mock(side_effect=KeyboardInterrupt))
     called = portattn(*BUMP, *BOTH, "--summary", str(tmp_path / "s.md"))
     assert (called.status, called.out, called.err) == (130, "", "interrupted\n")
     assert not (tmp_path / "s.md").exists()

@@ -6,6 +6,7 @@ import re
 import resource
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 
@@ -45,10 +46,7 @@ def test_the_report_has_every_part(portattn, tmp_path):
 @pytest.mark.usefixtures("quick_calls")
 @pytest.mark.parametrize("broken", ["versions", "toolchain", "backends", "settings", "cache", "quirks"])
 def test_a_broken_part_hides_no_other(portattn, monkeypatch, broken):
-    def fails():
-        raise OSError("planted")
-
-    monkeypatch.setattr(doctor, broken, fails)
+    monkeypatch.setattr(doctor, broken, Mock(side_effect=OSError("planted")))
     called = portattn("doctor", exits=1)
     assert called.out.count("could not be found out: OSError: planted") == 1
     assert "planted call" in called.out
@@ -78,11 +76,7 @@ def test_a_bad_value_is_said_once(portattn, monkeypatch):
 def test_a_wrong_or_failing_call_is_red(portattn, monkeypatch):
     wrong = doctor.Check(name="planted call", outcome="FAIL", detail="wrong numbers")
     monkeypatch.setattr(doctor, "device_checks", lambda seconds: [wrong])
-
-    def fails(seconds):
-        raise RuntimeError("no interpreter")
-
-    monkeypatch.setattr(doctor, "interpreter_check", fails)
+    monkeypatch.setattr(doctor, "interpreter_check", Mock(side_effect=RuntimeError("no interpreter")))
     called = portattn("doctor", exits=1)
     assert "FAIL planted call: wrong numbers" in called.out
     assert "FAIL interpreter: RuntimeError: no interpreter" in called.out

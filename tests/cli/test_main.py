@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -105,11 +106,7 @@ def test_a_json_error_names_argument_value_and_limit(portattn):
 
 def test_an_interrupt_is_no_red_cell(portattn, monkeypatch):
     """Also where a command reads its input, before the work that it tells an interrupt of itself."""
-
-    def interrupted(path):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(results, "read_cells", interrupted)
+    monkeypatch.setattr(results, "read_cells", Mock(side_effect=KeyboardInterrupt))
     called = portattn("matrix", "site", "/nowhere", "--out", "/nowhere/site")
     assert (called.status, called.err) == (130, "interrupted\n")
 

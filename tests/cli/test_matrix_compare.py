@@ -2,6 +2,7 @@
 
 import errno
 import os
+from unittest.mock import Mock
 from xml.etree import ElementTree
 
 import msgspec
@@ -201,11 +202,7 @@ def test_files_are_written_whole_or_not_at_all(portattn, made, tmp_path, monkeyp
     kept, report = tmp_path / "b.toml", tmp_path / "junit.xml"
     portattn("matrix", "baseline", str(tmp_path / "run"), str(kept))
     before = kept.read_bytes()
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
     for line in (
         ("matrix", "baseline", str(tmp_path / "run"), str(kept)),
         ("matrix", "check", str(tmp_path / "run"), "--junit", str(report)),

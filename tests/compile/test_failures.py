@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -99,10 +100,7 @@ def test_the_disk_of_tritons_cache_is_looked_at_where_triton_has_it(monkeypatch,
 
 
 def test_a_disk_that_nobody_can_ask_about_has_no_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def gone(folder: Path) -> Any:
-        raise OSError("no such device")
-
-    monkeypatch.setattr(shutil, "disk_usage", gone)
+    monkeypatch.setattr(shutil, "disk_usage", Mock(side_effect=OSError("no such device")))
     monkeypatch.setattr(record_store, "ROOM", 1)
     assert not record_store.has_room()
 

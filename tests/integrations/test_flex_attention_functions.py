@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -137,11 +138,8 @@ def test_a_mask_function_is_refused_in_a_sentence() -> None:
 
 
 def test_an_exception_of_the_function_is_raised() -> None:
-    def failing(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
-        raise KeyError("own")
-
     with pytest.raises(KeyError, match="own"):
-        flex_attention(*qkv(heads=HEADS), failing)
+        flex_attention(*qkv(heads=HEADS), Mock(side_effect=KeyError("own")))
 
 
 def test_what_a_function_writes_to_is_its_own() -> None:

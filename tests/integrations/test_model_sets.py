@@ -90,11 +90,7 @@ def test_a_step_changes_weights() -> None:
 
 def test_wrong_gradients_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     right = ops.attention
-
-    def halved(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **named: Any) -> Any:
-        return right(q, 0.5 * k + (0.5 * k).detach(), v, **named)
-
-    monkeypatch.setattr(ops, "attention", halved)
+    monkeypatch.setattr(ops, "attention", lambda q, k, v, **named: right(q, 0.5 * k + (0.5 * k).detach(), v, **named))
     (row,) = rows("plain").values()
     assert row["failed"].startswith("gradients differ: {'k_proj': 0.")
     assert "q_proj" not in row["failed"]

@@ -335,11 +335,7 @@ def test_a_recorded_call_drops_anew_in_each_run_and_as_often_as_asked(recorder: 
     """With the unit matrix as value the output is the probabilities: the generator of the run says which are left."""
     unit = torch.eye(32).expand(2, 4, 32, 32).contiguous()
     q, k = torch.randn(2, 4, 32, 8), torch.randn(2, 4, 32, 8)
-
-    def call(f: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return f(q, k, v, dropout_p=0.25)
-
-    recorded = RECORDERS[recorder](Model(call), (q, k, unit))
+    recorded = RECORDERS[recorder](Model(lambda f, q, k, v: f(q, k, v, dropout_p=0.25)), (q, k, unit))
     torch.manual_seed(5)
     first, second = recorded(q, k, unit), recorded(q, k, unit)
     torch.manual_seed(5)

@@ -39,11 +39,8 @@ def cut_off_budget(call: Call) -> float:
     def cut(values: torch.Tensor) -> torch.Tensor:
         return (values.float().contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
 
-    def largest_error(exact: torch.Tensor, found: torch.Tensor) -> float:
-        return largest(exact - found.double())
-
     exact, found = _gradients(call, torch.Tensor.double), _gradients(call, cut)
-    return BUDGET_FACTOR * max(map(largest_error, exact, found))
+    return BUDGET_FACTOR * max(largest(one - other.double()) for one, other in zip(exact, found, strict=True))
 
 
 def _gradients(call: Call, operand: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:

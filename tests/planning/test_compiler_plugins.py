@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -97,10 +98,7 @@ def test_a_class_that_states_no_interface_is_of_the_first(monkeypatch: pytest.Mo
 
 
 def test_a_package_that_fails_to_import(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def fails() -> Any:
-        raise ImportError("no libnew.so")
-
-    provides(monkeypatch, fails, backend(tmp_path, "second", "triton-new"))
+    provides(monkeypatch, Mock(side_effect=ImportError("no libnew.so")), backend(tmp_path, "second", "triton-new"))
     found, [broken] = look_around()
     assert "second" in found
     assert "b0 = package0:Backend is broken: ImportError: no libnew.so" in broken.told()

@@ -3,6 +3,7 @@
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -229,11 +230,7 @@ def test_a_backend_of_an_installed_package(monkeypatch: pytest.MonkeyPatch, give
 
 
 def test_backend_packages_that_are_broken_are_left_out_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-
-    def broken() -> Any:
-        raise ImportError("no such module")
-
-    provides(monkeypatch, broken, lambda: CpuBackend, lambda: Other)
+    provides(monkeypatch, Mock(side_effect=ImportError("no such module")), lambda: CpuBackend, lambda: Other)
     found, left_out = look_around()
     assert set(found) == {*KNOWN.backends, "other"}
     assert [(one.package, str(one.faults[0])) for one in left_out] == [
@@ -243,10 +240,7 @@ def test_backend_packages_that_are_broken_are_left_out_and_named(monkeypatch: py
 
 
 def test_an_interrupt_is_no_fault_of_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted() -> Any:
-        raise KeyboardInterrupt
-
-    provides(monkeypatch, interrupted)
+    provides(monkeypatch, Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         find_backends()
 

@@ -3,6 +3,7 @@ and what the release lacks leads to the core."""
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import evidence_files
 import msgspec
@@ -312,11 +313,7 @@ def test_a_release_that_lacks_what_describes_it_leads_to_the_core(
     error: Exception,
 ) -> None:
     """No compiler is asked: the launches cannot even be described in this process."""
-
-    def lacking(variant: Any, call: Any) -> Any:
-        raise error
-
-    monkeypatch.setattr(variants, "signatures", lacking)
+    monkeypatch.setattr(variants, "signatures", Mock(side_effect=error))
     with portattn.settings(cache_dir=str(tmp_path)):
         assert portattn.plan("attention", *tensors()).path == "triton"
         for _ in range(2):
@@ -333,11 +330,8 @@ def test_a_release_that_lacks_what_describes_it_leads_to_the_core(
 
 
 def test_where_it_was_run_such_an_error_is_its_own(ran, sm_90, monkeypatch, tmp_path: Path) -> None:  # noqa: F811
-    def broken(variant: Any, call: Any) -> Any:
-        raise TypeError("a mistake of the variant's")
-
     monkeypatch.setattr(variants, "_seen", {})
-    monkeypatch.setattr(variants, "signatures", broken)
+    monkeypatch.setattr(variants, "signatures", Mock(side_effect=TypeError("a mistake of the variant's")))
     with portattn.settings(cache_dir=str(tmp_path)), pytest.raises(TypeError, match="a mistake of the variant's"):
         portattn.attention(*tensors())
     assert ran == []

@@ -1,6 +1,7 @@
 """SDPA on the CPU against the float64 oracle: every op and feature that it takes, and what its plans say."""
 
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -248,9 +249,6 @@ class Decided(Exception):
 def test_a_repeated_call_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     from portattn.api import request
 
-    def refuse(*args: Any) -> None:
-        raise Decided
-
     q, k, v = torch.randn(3, 2, 4, 9, 16).unbind()
     wide = torch.randn(2, 4, 10, 16)
     for arguments in (
@@ -262,7 +260,7 @@ def test_a_repeated_call_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     ):
         expected, made = portattn.attention(q, k, v, **arguments), portattn.last_plan()
         with monkeypatch.context() as patch:
-            patch.setattr(request, "build_call", refuse)
+            patch.setattr(request, "build_call", Mock(side_effect=Decided))
             again = portattn.attention(q, k, v, **arguments)
             assert portattn.last_plan() == made
             for ours, same in zip(*((r if isinstance(r, tuple) else (r,)) for r in (again, expected)), strict=True):

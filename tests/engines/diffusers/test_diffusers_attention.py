@@ -227,12 +227,8 @@ def test_what_is_refused(
 
 def test_a_refusal_of_what_is_compiled(registered: DiffusersRegistration) -> None:
     """Without fullgraph the graph breaks where it is raised, and the error is the same."""
-
-    def call(*tensors: torch.Tensor) -> Any:
-        return dispatch(registered, *tensors)
-
     with pytest.raises(Exception, match="enable_gqa is False, but must be True where key has 2 heads and query 4"):
-        torch.compile(call, backend="eager")(*qkv(heads_k=2))
+        torch.compile(lambda *tensors: dispatch(registered, *tensors), backend="eager")(*qkv(heads_k=2))
 
 
 def test_a_tensor_of_three_axes(registered: DiffusersRegistration) -> None:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import diffusers
 import pytest
@@ -90,12 +91,9 @@ def test_two_names_side_by_side(nothing_left: None) -> None:
 def test_nothing_is_left_of_an_interrupted_one(
     where: str, nothing_left: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    def interrupted(*_: Any, **__: Any) -> Any:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patched:
         patched.setattr(constants, "DIFFUSERS_ATTN_BACKEND", "portattn")
-        patched.setattr(_AttentionBackendRegistry, where, interrupted)
+        patched.setattr(_AttentionBackendRegistry, where, Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             integration.register()
     integration.register().remove()

@@ -3,6 +3,7 @@
 import json
 import math
 import types
+from unittest.mock import Mock
 
 import click.testing
 import pytest
@@ -157,11 +158,7 @@ def test_jobs_compile_first_what_is_still_to_be_measured(tmp_path, monkeypatch):
 def test_an_end_before_the_first_row_leaves_earlier_figures(tmp_path, monkeypatch):
     assert bench(*SEED, "--out", str(tmp_path)).exit_code == 0
     before = {name: (tmp_path / name).read_bytes() for name in ("bench.json", "bench.csv")}
-
-    def interrupted(*given, **named):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(run, "run_cells", interrupted)
+    monkeypatch.setattr(run, "run_cells", Mock(side_effect=KeyboardInterrupt))
     called = bench(*SEED, "--out", str(tmp_path), exits=130)
     assert {name: (tmp_path / name).read_bytes() for name in before} == before
     assert "written" not in called.stdout

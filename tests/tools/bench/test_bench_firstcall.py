@@ -3,6 +3,7 @@
 import os
 import subprocess
 from pathlib import Path
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -55,10 +56,7 @@ def test_three_processes_share_new_caches(small, monkeypatch):
     ],
 )
 def test_why_there_are_no_figures(small, monkeypatch, failure, text):
-    def child(*_):
-        raise failure
-
-    monkeypatch.setattr(firstcall, "_child", child)
+    monkeypatch.setattr(firstcall, "_child", Mock(side_effect=failure))
     found = firstcall.measure(small, 0)
     assert (found.failed, found.empty_s) == (text, None)
 

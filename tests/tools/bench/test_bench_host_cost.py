@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import warnings
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -164,10 +165,7 @@ def test_gradients_are_recorded_in_training_calls_alone(monkeypatch: pytest.Monk
 
 @pytest.mark.usefixtures("quick")
 def test_failures_and_late_rows_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*args: Any, **named: Any) -> Any:
-        raise RuntimeError("no device\nmore")
-
-    monkeypatch.setattr(portattn, "decode_attention", broken)
+    monkeypatch.setattr(portattn, "decode_attention", Mock(side_effect=RuntimeError("no device\nmore")))
     rows = list(host.host_cost(Measure("cpu", tiny=True, only="a ")))
     assert {(row["name"].split(",")[0], row["failed"]) for row in rows if "failed" in row} == {("decode", "no device")}
     assert any(row["name"] == "attention" and "median_us" in row for row in rows)

@@ -9,6 +9,7 @@ import signal
 import sys
 from collections import Counter
 from pathlib import Path
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -334,11 +335,7 @@ def test_an_interrupt_leaves_no_process(tmp_path, copy, faults):
     (release,) = releases.releases((copy,))
     faults["99.0.0"] = {"hangs": "decode"}
     case = next(case for case in SETS["seed"] if case.name == "seed decode")
-
-    def handler(*_):
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGALRM, handler)
+    before = signal.signal(signal.SIGALRM, Mock(side_effect=KeyboardInterrupt))
     try:
         with releases.ReleaseProcess(release) as asked:
             admitted, _ = asked.prepare(case, "auto", False)

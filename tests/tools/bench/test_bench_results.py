@@ -1,6 +1,7 @@
 """Rows and what follows from their figures; cells that are run with a clock that needs no device."""
 
 import itertools
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -102,11 +103,7 @@ def test_a_path_that_cannot_run_is_a_failure(monkeypatch):
     row = run_case("seed", CASES["seed decode"], FakeClock(), LIMITS, BenchOptions(backend="triton", wanted=()))
     assert all(f.refused for f in row.contenders)
     assert row.failed
-
-    def full(*_):
-        raise torch.OutOfMemoryError("no memory left")
-
-    monkeypatch.setattr(run.Tensors, "random", full)
+    monkeypatch.setattr(run.Tensors, "random", Mock(side_effect=torch.OutOfMemoryError("no memory left")))
     row = run_case("seed", CASES["seed decode"], FakeClock(), LIMITS, ALONE)
     assert row.figures("portattn").refused == "no memory left"
     assert row.failed

@@ -1,6 +1,7 @@
 """Turns: their order, what counts, what a ratio is, and the limits of a turn."""
 
 import itertools
+from unittest.mock import Mock
 
 import pytest
 from benchfakes import FakeClock
@@ -182,10 +183,7 @@ def test_calls_of_a_turn(kind, ms, count):
 
 
 def test_who_fails_drops_out_alone():
-    def fails():
-        raise RuntimeError("no more")
-
-    found = contenders("a", "b") | {"bad": Contender(fails)}
+    found = contenders("a", "b") | {"bad": Contender(Mock(side_effect=RuntimeError("no more")))}
     turns = rounds.interleaved(found, FakeClock(), "hot", 2)
     assert (turns.failed, set(turns.ms)) == ({"bad": "no more"}, {"a", "b"})
     clock = FakeClock()

@@ -2,6 +2,7 @@
 
 import datetime
 from pathlib import Path
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -120,11 +121,7 @@ def test_a_device_is_called_what_its_driver_calls_it(monkeypatch: pytest.MonkeyP
     seen = provenance._device(known, Registry.load())
     assert (seen.target, seen.chip, seen.versions["driver"]) == ("cuda:sm_90", "NVIDIA H200", "570.1")
     assert "torch" not in seen.versions, "that is this Python's, and said once"
-
-    def absent() -> str:
-        raise RuntimeError("No CUDA GPUs are available")
-
-    monkeypatch.setattr(torch.cuda, "get_device_name", absent)
+    monkeypatch.setattr(torch.cuda, "get_device_name", Mock(side_effect=RuntimeError("No CUDA GPUs are available")))
     assert provenance._device(known, Registry.load()).chip == target.arch.title
     made = provenance.this_run(specs("cuda:sm_90"), "quick", "x", [known, Registry.load().target("cpu:generic")])
     assert [device.target for device in made.identity.host.devices] == ["cuda:sm_90"]

@@ -120,11 +120,7 @@ def wrong_result(symptom="wrong-result", signature=""):
 
 
 def off_arm(monkeypatch, seen, quirk):
-
-    def check(self, plan, target, compiler, runner):
-        return seen
-
-    monkeypatch.setattr(EmulatorExecutor, "check", check)
+    monkeypatch.setattr(EmulatorExecutor, "check", lambda self, plan, target, compiler, runner: seen)
     return probe.off(quirk, registry=msgspec.structs.replace(KNOWN, quirks={quirk.id: quirk}))
 
 
