@@ -8,13 +8,12 @@ import sys
 import time
 import tracemalloc
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 from support import problem
-from workerfaults import SECONDS, noted, planted, runs, scenario, until
+from workerfaults import SECONDS, noted, planted, runs, scenario, streams_fail, until
 
 from portattn.compile import ensure_compiled
 from portattn.compile.record_store import CompileStore, store
@@ -311,35 +310,6 @@ def test_a_signal_whose_handler_returns_changes_nothing(tmp_path: Path) -> None:
     assert told == "ok\n"
 
 
-def test_a_crash_ends_the_programs_of_the_compiler(tmp_path: Path) -> None:
-    """What it had started is in its process group, and nobody else would end it."""
-    body = "note(subprocess.Popen(['sleep', '600']).pid)\nsay(stage='ttgir')\nos.abort()"
-    with Worker(python=planted(tmp_path, body)) as worker:
-        reply = worker.request("compile", SECONDS)
-    assert (reply.outcome, reply.kind) == ("crash", "SIGABRT")
-    until(lambda: not runs(int((tmp_path / "notes").read_text())), 10)
-
-
-def failing(monkeypatch: pytest.MonkeyPatch, worker: Worker) -> None:
-    """The streams of the worker's child fail once it has announced a stage."""
-    started = worker._started
-
-    def starts() -> Any:
-        child = started()
-        move = child.pipes.move
-
-        def fails(seconds: float) -> bool:
-            move(seconds)
-            if b"ttgir" in child.pipes._got:
-                monkeypatch.setattr(child.pipes, "move", Mock(side_effect=OSError(5, os.strerror(5))))
-            return True
-
-        monkeypatch.setattr(child.pipes, "move", fails)
-        return child
-
-    monkeypatch.setattr(worker, "_started", starts)
-
-
 def test_a_failure_of_the_system_is_not_kept_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The call falls back, with the reason; the next process asks again."""
     settings = Settings(cache_dir=str(tmp_path / "records"), backend="triton")
@@ -347,7 +317,7 @@ def test_a_failure_of_the_system_is_not_kept_on_disk(tmp_path: Path, monkeypatch
     made = plan(p, target, settings=settings)
     launches, _, _ = kernel_calls(made, meta_call(p), 1)
     with Worker(python=planted(tmp_path, "say(stage='ttgir')\ntime.sleep(600)")) as worker:
-        failing(monkeypatch, worker)
+        streams_fail(monkeypatch, worker)
         monkeypatch.setattr(ensure_compiled, "_worker", worker)
         failed = ensure_compiled.ensure(made, launches, torch.empty(1), target, settings)
     assert not failed.passed

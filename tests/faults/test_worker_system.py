@@ -11,7 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 from support import problem
-from workerfaults import SECONDS, planted, scenario, until
+from workerfaults import SECONDS, planted, scenario, streams_fail, until
 
 from portattn import ArgumentError
 from portattn.compile.ensure_compiled import new_worker, reproducer
@@ -107,20 +107,8 @@ def test_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_streams_fail_in_mid_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though the compiler had begun, this is not its failure."""
-    with Worker(python=planted(tmp_path, "say(stage='ttgir')\nanswer()")) as worker:
-        assert worker.request("hello", SECONDS).outcome == "ok"
-        pipes = worker._child.pipes
-        move, moved = pipes.move, []
-
-        def fails(seconds: float) -> bool:
-            if moved and moved[-1]:
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
-            moved.append(move(seconds) and b"ttgir" in pipes._got)
-            if moved[-1]:
-                del pipes._got[pipes._got.index(b"\n") + 1 :]  # the stage alone
-            return True
-
-        monkeypatch.setattr(pipes, "move", fails)
+    with Worker(python=planted(tmp_path, "say(stage='ttgir')\ntime.sleep(600)")) as worker:
+        streams_fail(monkeypatch, worker)
         reply = worker.request("hello", SECONDS)
     assert (reply.outcome, reply.stage, reply.kind, reply.unavailable) == ("crash", "ttgir", "OSError", True)
     assert "Input/output error" in reply.message

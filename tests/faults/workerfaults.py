@@ -7,6 +7,12 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from portattn.worker.client import Worker
 
 SECONDS = 60.0  # for what should take a moment: a guard against hangs
 # What a planted child has beside the standard library: `line` is the request's text, `number` its id.
@@ -69,3 +75,23 @@ def scenario(code: str, environment: dict[str, str] | None = None) -> str:
         text=True, timeout=2 * SECONDS, check=False, preexec_fn=_interruptible)  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def streams_fail(monkeypatch: pytest.MonkeyPatch, worker: Worker) -> None:
+    """The streams of the worker's child fail once it has announced a stage."""
+    started = worker._started
+
+    def starts() -> Any:
+        child = started()
+        move = child.pipes.move
+
+        def fails(seconds: float) -> bool:
+            move(seconds)
+            if b"ttgir" in child.pipes._got:
+                monkeypatch.setattr(child.pipes, "move", Mock(side_effect=OSError(5, os.strerror(5))))
+            return True
+
+        monkeypatch.setattr(child.pipes, "move", fails)
+        return child
+
+    monkeypatch.setattr(worker, "_started", starts)

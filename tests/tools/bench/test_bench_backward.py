@@ -69,14 +69,6 @@ def test_the_expected_gradients_are_autograds(case, monkeypatch):
             torch.testing.assert_close(found[name], expected[sequence : sequence + 1, heads], rtol=1e-12, atol=1e-12)
 
 
-def test_blocks_of_rows_change_nothing(case, monkeypatch):
-    one, part = Tensors.random(case, CPU).part(case, 0, 0)
-    whole = gate.gradients(one, part, torch.float64)
-    monkeypatch.setattr(gate, "BLOCK_PAIRS", 1)
-    for name, value in gate.gradients(one, part, torch.float64).items():
-        torch.testing.assert_close(value, whole[name], rtol=1e-12, atol=1e-12)
-
-
 def right(case: Case, tensors: Tensors) -> GradientContender:
     made = own_builds(case, tensors)[OURS]()
     assert isinstance(made, GradientContender)

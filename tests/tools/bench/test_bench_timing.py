@@ -159,18 +159,6 @@ def test_when_a_ratio_is_known():
         assert rounds.is_precise(times) is precise, times
 
 
-def test_who_is_far_behind_takes_part_in_one_round_that_counts():
-    class Far(Drifting):
-        def turn_ms(self, *arguments):
-            return super().turn_ms(*arguments) * (1.0 if self.turns[-1][0] == "fast" else 2.0)
-
-    turns = rounds.interleaved(contenders("fast", "slow"), Drifting(), "cold", 4)
-    assert {name: len(ms) for name, ms in turns.ms.items()} == {"fast": 4, "slow": 4}  # twice as slow
-    turns = rounds.interleaved(contenders("fast", "slow"), Far(), "cold", 4)
-    assert {name: len(ms) for name, ms in turns.ms.items()} == {"fast": 4, "slow": 1}
-    assert rounds.ratio(turns.ms["slow"], turns.ms["fast"]) == pytest.approx(4.0, rel=0.03)
-
-
 @pytest.mark.parametrize(
     ("kind", "ms", "count"),
     [
