@@ -77,8 +77,10 @@ TABLES = (
         ArgumentRow("flex_attention", "`portattn.attention`"),
         ("attention",),
         (
-            ArgumentRow("`score_mod`", "the same; it is traced, not compiled by inductor"),
-            ArgumentRow("`block_mask`", "the same, or `mask_mod` alone: the blocks that it hides are found once"),
+            ArgumentRow(
+                "`score_mod`, `mask_mod`, `block_mask`",
+                "the same; `causal`, `window` and `seqlens_k` need no function",
+            ),
             ArgumentRow("`kernel_options`", "not needed: the plan chooses"),
             ArgumentRow("`scale`, `return_lse`", "the same"),
         ),

@@ -216,7 +216,9 @@ def test_newest_and_every_list(script, capfd, monkeypatch):
     assert (script.main(["list", "--newest"]), capfd.readouterr().out) == (0, "toy==0.10.1\n")
     monkeypatch.setattr(script, "LISTS", ROOT / "tests" / "engines" / "requirements")
     assert script.known()
-    assert all({"torch==2.13.0", "triton==3.6.0"} <= set(script.recipe(name).packages) for name in script.known())
+    # torch_npu is of one release of torch each.
+    engines = [name for name in script.known() if not name.startswith("torch_npu")]
+    assert all({"torch==2.13.0", "triton==3.6.0"} <= set(script.recipe(name).packages) for name in engines)
 
 
 def make_engines(engines, tmp_path):
