@@ -38,8 +38,12 @@ def clock_of(inner: SlowHost) -> DeviceSampleClock:
 def test_what_the_host_takes_to_launch_is_not_what_is_timed(launched: float) -> None:
     inner = SlowHost(launched, 0.09)
     clock = clock_of(inner)
+
+    def run() -> None:
+        return None
+
     for thorough in (False, True, True):
-        assert clock.samples(lambda: None, "hot", thorough) == [pytest.approx(90.0)] * (3 if thorough else 2)
+        assert clock.samples(run, "hot", thorough) == [pytest.approx(90.0)] * (3 if thorough else 2)
     assert inner.captured == 1, "a graph is kept for its turns"
     long = SlowHost(12.0, 0.09)
     assert clock_of(long).samples(lambda: None, "hot", True) == [pytest.approx(12000.0)] * 3

@@ -245,7 +245,11 @@ class Stopwatch:
 def test_short_calls_are_replayed_from_a_graph(monkeypatch, ms, from_graph, calls):
     watch, clock = Stopwatch(ms), race.DeviceSampleClock()
     monkeypatch.setattr(clock, "_clock", watch)
+
+    def run():
+        return "launched"
+
     for _ in range(2):
-        assert clock.samples(lambda: "launched", "cold", thorough=True) == [ms * 1e3] * 3
+        assert clock.samples(run, "cold", thorough=True) == [ms * 1e3] * 3
     assert watch.graphs == from_graph
     assert watch.turns[-1] == ("replayed" if from_graph else "launched", "cold", calls)
