@@ -111,9 +111,10 @@ class ScoreProgram:
         return name in wanted
 
 
-_VALUE = re.compile(r"t\d+")
+_VALUE = re.compile(r"t\d+", re.ASCII)
 _CAPTURED = re.compile(rf"c[0-{CAPTURES - 1}]")
-_NUMBER = re.compile(r"-?(\d+(\.\d*)?(e[+-]?\d+)?|inf)|nan|True|False")
+_NUMBER = re.compile(r"-?((0|[1-9]\d*)(\.\d*)?(e[+-]?\d+)?|inf)|nan|True|False", re.ASCII)
+_OPERANDS = {op: len(set(re.findall(r"{\d}", made))) for op, made in EXPRESSIONS.items()}
 
 
 @functools.lru_cache(maxsize=1024)
@@ -121,17 +122,29 @@ def parse(text: str) -> ScoreProgram:
     """Return the program of a text. Raise ValueError for any other text, which must not become Triton source."""
     captures: dict[int, tuple[str, int, int]] = {}
     nodes: list[Node] = []
-    known, result = {*INPUTS, "grad"}, ""
+    known, tensors, result = {*INPUTS, "grad"}, set[str](), ""
     for line in text.splitlines():
         name, *words = line.split()
-        if name == "out" and len(words) == 1:
+        if name in known:
+            raise ValueError(f"line {line!r} names a value again")
+        if name == "out" and len(words) == 1 and not result:
             result = words[0]
         elif _CAPTURED.fullmatch(name) and len(words) == 3 and words[0] in KINDS and not nodes:
-            captures[int(name[1:])] = (words[0], int(words[1]), int(words[2]))
-            known.add(name)
+            rank, first = int(words[1]), int(words[2])
+            if min(rank, first) < 0 or rank + first > SIZES:
+                raise ValueError(f"line {line!r} has sizes that are not among {SIZES}")
+            captures[int(name[1:])] = (words[0], rank, first)
+            tensors.add(name)
         elif _VALUE.fullmatch(name) and len(words) > 2 and words[0] in KINDS and words[1] in (*EXPRESSIONS, "load"):
-            if bad := [word for word in words[2:] if word not in known and not _NUMBER.fullmatch(word)]:
+            operands, count = words[2:], _OPERANDS.get(words[1])
+            if words[1] == "load":
+                if words[2] not in tensors:
+                    raise ValueError(f"line {line!r} loads from {words[2]!r}, which is no captured tensor")
+                operands, count = words[3:], captures[int(words[2][1:])][1]
+            if bad := [word for word in operands if word not in known and not _NUMBER.fullmatch(word)]:
                 raise ValueError(f"line {line!r} has the operand {bad[0]!r}, which is no earlier value")
+            if len(operands) != count:
+                raise ValueError(f"line {line!r} has {len(operands)} operands, and {words[1]} takes {count}")
             nodes.append(Node(name, words[0], words[1], tuple(words[2:])))
             known.add(name)
         else:
@@ -156,9 +169,10 @@ class _Differentiation:
     def __init__(self, program: ScoreProgram) -> None:
         self.nodes, self.kinds = list(program.nodes), {node.name: node.kind for node in program.nodes}
         self.adjoints: dict[str, str] = {program.result: "grad"}
+        self.free = 1 + max((int(node.name[1:]) for node in program.nodes), default=-1)
 
     def make(self, op: str, *operands: str, kind: str = "f") -> str:
-        name = f"t{len(self.nodes)}"
+        name, self.free = f"t{self.free}", self.free + 1
         self.nodes.append(Node(name, kind, op, operands))
         return name
 

@@ -269,6 +269,9 @@ class Features:
         if program.kind != kind:
             limit = "must return a floating-point score" if kind == "f" else "must return a bool"
             raise ArgumentError(self.op, name, program.kind, limit)
+        missing = "grad" if kind == "f" else "score"
+        if any({"grad", missing} & {*node.operands} for node in program.nodes) or program.result in ("grad", missing):
+            raise ArgumentError(self.op, name, "a program", f"must not read {missing}")
         place = 0
         for number, tensor in enumerate(self.asked.get(given) for given in CAPTURED):
             if tensor is not None and not isinstance(tensor, torch.Tensor):
