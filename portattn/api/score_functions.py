@@ -7,6 +7,7 @@ other tensors of these shapes traces nothing, and neither does a new lambda with
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 import types
 import weakref
@@ -37,8 +38,9 @@ class _Reading:
         self.tensors: list[torch.Tensor] = []
         self.sure = True  # whether the key has all that the function may read
         self.seen: set[int] = set()
-        # The places of those values, and the values: a cell, or a namespace and a name. None for values that can change
-        # in place.
+        self.names: set[str] = set()  # of all attributes and globals that these functions read
+        # The places of those values, and the values: a cell, or a namespace or a function's reference and a
+        # name. None for values that can change in place.
         self.guards: list[tuple[Any, str | None, Any]] | None = []
 
     def key(self, value: Any, depth: int = 0) -> Any:
@@ -46,7 +48,9 @@ class _Reading:
             first = next((i for i, known in enumerate(self.tensors) if known is value), len(self.tensors))
             self.tensors.append(value)
             return "tensor", first, value.dtype, tuple(value.shape)
-        if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
+        if isinstance(value, float):
+            return type(value), repr(value)  # tells -0.0 from 0.0
+        if value is None or isinstance(value, (bool, int, str, torch.dtype)):
             return type(value), value
         if isinstance(value, (tuple, list)):
             self.guards = None
@@ -59,12 +63,14 @@ class _Reading:
             return self.function(value, depth + 1)
         if isinstance(value, types.MethodType):
             inner: Any = value.__func__
-            return "method", self.function(inner, depth + 1), self.attributes(value.__self__, inner)
-        if isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType)) or _of_torch(value):
+            return "method", self.function(inner, depth + 1), self.attributes(value.__self__)
+        if isinstance(value, types.ModuleType):
+            return "module", id(value), () if _of_torch(value) else self.of_module(value, depth + 1)
+        if isinstance(value, types.BuiltinFunctionType) or (isinstance(value, _FIXED) and _of_torch(value)):
             return "fixed", id(value)
         call: Any = type(value).__dict__.get("__call__")
         if isinstance(call, types.FunctionType) and depth < 4:
-            return "object", id(type(value)), self.function(call, depth + 1), self.attributes(value, call)
+            return "object", id(type(value)), self.function(call, depth + 1), self.attributes(value)
         self.sure = False
         return None
 
@@ -78,38 +84,56 @@ class _Reading:
         self.seen.add(id(function))
         cells = function.__closure__ or ()
         try:
-            closed = tuple(self._guarded(cell, None, cell.cell_contents, depth) for cell in cells)
+            contents = [cell.cell_contents for cell in cells]
         except ValueError:  # a cell without a value
             self.sure = False
             return None
         names = tuple(_names(code))
+        self.names.update(names)
+        closed = tuple(self._guarded(cell, None, value, depth) for cell, value in zip(cells, contents, strict=True))
         read = [(name, function.__globals__[name]) for name in names if name in function.__globals__]
         known = tuple((name, self._guarded(function.__globals__, name, value, depth)) for name, value in read)
-        inside = tuple(
-            (name, self._guarded(vars(value), name, vars(value)[name], depth))
-            for _, value in read
-            if isinstance(value, types.ModuleType) and not _of_torch(value)
-            for name in names
-            if isinstance(vars(value).get(name), (bool, int, float, str, torch.Tensor, types.FunctionType))
-        )
-        given = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items())
-        defaults = tuple(self.key(value, depth) for value in given)
-        return id(code), code, closed, defaults, known, inside
+        given = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items(), *vars(function).items())
+        defaults = tuple(self.key(value, depth) for value in given)  # a pair of name and value has no guard
+        if self.guards is not None:
+            owner = weakref.ref(function)  # by which _known would keep it alive
+            self.guards += [(owner, name, getattr(function, name)) for name in ("__code__", "__defaults__")]
+        return id(code), code, closed, defaults, known
+
+    def of_module(self, module: types.ModuleType, depth: int) -> Any:
+        """Return the key of the names that functions read of a module of the caller's."""
+        if depth > 4:
+            self.sure = False
+            return None
+        found = [(name, vars(module)[name]) for name in sorted(self.names) if name in vars(module)]
+        return tuple((name, self._guarded(vars(module), name, value, depth)) for name, value in found)
 
     def _guarded(self, where: Any, name: str | None, value: Any, depth: int) -> Any:
         if self.guards is not None:
             self.guards.append((where, name, value))
         return self.key(value, depth)
 
-    def attributes(self, owner: Any, function: types.FunctionType) -> Any:
+    def attributes(self, owner: Any) -> Any:
+        """Return the key of the attributes that functions read of an object: its own, or methods of its class."""
         self.guards = None
         values = getattr(owner, "__dict__", None)
         if values is None:
             self.sure = False
             return None
-        parts = [values, getattr(owner, "_buffers", {}), getattr(owner, "_parameters", {})]
-        names = _names(function.__code__)
-        return tuple((name, self.key(part[name], 3)) for part in parts for name in names if name in part)
+        parts = [values, *(values.get(part, {}) for part in ("_buffers", "_parameters", "_modules"))]
+        found: list[Any] = []
+        seen: set[str] = set()
+        while rest := sorted(self.names - seen):  # a method reads further names
+            seen.update(rest)
+            found += [(name, self.key(part[name], 3)) for name in rest for part in parts if name in part]
+            for name in rest:
+                inherited = None if name in values else inspect.getattr_static(type(owner), name, None)
+                if inherited is not None and not _of_torch(inherited):
+                    found.append((name, self.key(inherited, 2)))  # of a property: not sure
+        return tuple(found)
+
+
+_FIXED = (type, types.ModuleType, type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor), torch.device)
 
 
 def _of_torch(value: Any) -> bool:
@@ -132,15 +156,19 @@ class _Known(NamedTuple):
     """A function's trace, which holds as long as its guards do."""
 
     guards: list[tuple[Any, str | None, Any]]
-    shapes: list[tuple[torch.Tensor, torch.Size]]
+    shapes: list[tuple[torch.Tensor, torch.Size, torch.dtype]]
     text: str
     captured: list[torch.Tensor]
 
     def holds(self) -> bool:
         for where, name, value in self.guards:
-            if (where.cell_contents if name is None else where.get(name)) is not value:
+            if name is None:
+                found = where.cell_contents
+            else:
+                found = where.get(name) if type(where) is dict else getattr(where(), name, None)
+            if found is not value:
                 return False
-        return all(tensor.shape == shape for tensor, shape in self.shapes)
+        return all(tensor.shape == shape and tensor.dtype == dtype for tensor, shape, dtype in self.shapes)
 
 
 # By the function; then by the argument that it is given as.
@@ -160,7 +188,7 @@ def cached_trace(op: str, name: str, function: Any) -> tuple[str, list[torch.Ten
     # A tensor that the function computes has other numbers as soon as its own tensors have.
     read = all(any(tensor is each for each in reading.tensors) for tensor in captured)
     if type(function) is types.FunctionType and reading.sure and reading.guards is not None and read:
-        shapes = [(tensor, tensor.shape) for tensor in reading.tensors]
+        shapes = [(tensor, tensor.shape, tensor.dtype) for tensor in reading.tensors]
         _known.setdefault(function, {})[name] = _Known(reading.guards, shapes, text, captured)
     return text, captured
 
@@ -268,6 +296,8 @@ def mask_blocks(
     if min(sizes) == 0 or max(sizes[2:]) <= BLOCK or current().invariant:
         return None, None
     captured = dict(zip(CAPTURED, (captured_0, captured_1, captured_2, captured_3), strict=True))
+    if any(t is not None and torch._C._functorch.is_functorch_wrapped_tensor(t) for t in captured.values()):
+        return None, None  # of vmap's tensors each has its own blocks
     return left_out["block lists"](mask_mod, captured, sizes, q.device), (BLOCK, BLOCK)
 
 
@@ -276,7 +306,9 @@ def _cached_lists(text: str, captured: dict[str, Any], sizes: tuple[int, int, in
     program = score_program.parse(text)
     batch, heads = sizes[0] if program.uses("b") else 1, sizes[1] if program.uses("h") else 1
     plain = all(type(t) in (torch.Tensor, torch.nn.Parameter) and not t.is_inference() for t in tensors)
-    key = (text, (batch, heads, *sizes[2:]), device, tuple((id(t), t._version) for t in tensors)) if plain else None
+    key = None
+    if plain:  # `t.data = other` changes no version
+        key = (text, (batch, heads, *sizes[2:]), device, tuple((id(t), t._version, t.data_ptr()) for t in tensors))
     with _lock:
         known = _lists.get(key)
     if key is not None and known is not None and all(ref() is t for ref, t in zip(known[0], tensors, strict=True)):

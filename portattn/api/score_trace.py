@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -21,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from portattn.errors import ArgumentError
 from portattn.kernels import score_program
 from portattn.kernels.score_program import INPUTS, Node, ScoreProgram
-from portattn.reference.score_functions import evaluate
+from portattn.reference.score_functions import MADE_OF, evaluate, truncated
 
 _aten = torch.ops.aten
 _KINDS = {torch.bool: "b", torch.int8: "i", torch.uint8: "i", torch.int16: "i", torch.int32: "i", torch.int64: "l"}
@@ -47,33 +48,6 @@ _FILLED = {"zeros_like": 0.0, "ones_like": 1.0, "new_zeros": 0.0, "new_ones": 1.
 
 
 _DTYPES = {"f": torch.float32, "i": torch.int32, "l": torch.int64, "b": torch.bool}
-
-
-def _truncated(a: Any, b: Any) -> torch.Tensor:
-    whole = torch.div(abs(a), abs(b), rounding_mode="floor")
-    return torch.where((a < 0) != (b < 0), -whole, whole)
-
-
-# Operations that are made of others, by their names in aten.
-_MADE_OF: dict[str, Callable[..., torch.Tensor]] = {
-    "tan": lambda x: torch.sin(x) / torch.cos(x), "sinh": lambda x: (torch.exp(x) - torch.exp(-x)) * 0.5,
-    "cosh": lambda x: (torch.exp(x) + torch.exp(-x)) * 0.5, "log10": lambda x: torch.log2(x) * math.log10(2.0),
-    "erfc": lambda x: 1.0 - torch.erf(x), "silu": lambda x: x * torch.sigmoid(x), "real": lambda x: x * 1,
-    "square": lambda x: x * x, "relu": lambda x: torch.maximum(x, torch.zeros_like(x)),
-    "hardtanh": lambda x, low=-1.0, high=1.0: x.clamp(low, high),
-    "leaky_relu": lambda x, slope=0.01: torch.where(x > 0, x, x * slope),
-    # Of a large x the exponential, which is not chosen, would be infinite, and its derivative NaN.
-    "elu": lambda x, alpha=1.0, scale=1.0, inside=1.0: torch.where(
-        x > 0, x * scale, torch.expm1(x.clamp(max=0.0) * inside) * (alpha * scale)
-    ),
-    "gelu": lambda x, approximate="none": 0.5 * x * (1.0 + (
-        torch.erf(x * math.sqrt(0.5)) if approximate == "none"
-        else torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x))
-    )),
-    "fmod": lambda a, b: a - _truncated(a, b) * b,
-    "fmax": lambda a, b: torch.where(torch.isnan(a), b, torch.where(torch.isnan(b), a, torch.maximum(a, b))),
-    "fmin": lambda a, b: torch.where(torch.isnan(a), b, torch.where(torch.isnan(b), a, torch.minimum(a, b))),
-}  # fmt: skip
 
 
 class _Refusal(Exception):
@@ -259,7 +233,12 @@ class _Recorder(TorchDispatchMode):
             dtype = kwargs.get("dtype") or (given[0] if given else None)
             word = self.word(args[0])
             kind = self._kind_of_dtype(dtype) if dtype else self.kind_of(word)
+            narrow = dtype in (torch.int8, torch.uint8, torch.int16) and self.kind_of(word) != "b"
             word = self.cast(word, kind)
+            if narrow:  # wraps, as torch's does
+                least, bits = torch.iinfo(dtype).min, str((1 << 8 * dtype.itemsize) - 1)
+                word = self.emit("and", kind, self.emit("sub", kind, word, str(least)), bits)
+                word = self.emit("add", kind, word, str(least))
             return self.emit(_ROUNDED[dtype], kind, word) if dtype in _ROUNDED else word, kind
         if name in ("copy", "fill"):
             kind = self.kind_of(self.word(args[0]))
@@ -270,9 +249,11 @@ class _Recorder(TorchDispatchMode):
                     "isneginf", "isnan", "isinf", "log1p", "expm1", "trunc", "sgn"):  # fmt: skip
             return self.composite(name, args, kwargs)
         op = name if name in _SAME else _OTHER.get(name)
+        if op in (*_BITS, "not"):
+            return self.bits(name, op, args)
         if op is not None:
             return self.operation(op, args, kwargs)
-        decomposed = _MADE_OF.get(name) or _decompositions().get(func)
+        decomposed = MADE_OF.get(name) or _decompositions().get(func)
         if decomposed is None:
             raise self.refuse(f"{func} is no operation on single scores")
         with self:
@@ -292,7 +273,7 @@ class _Recorder(TorchDispatchMode):
             op = "floordiv"
         elif kwargs.get("rounding_mode") == "trunc":
             with self:
-                return self.word(made := _truncated(*args)), self.kind_of(self.word(made))
+                return self.word(made := truncated(*args)), self.kind_of(self.word(made))
         if op in ("add", "sub") and kwargs.get("alpha", 1) != 1:
             args = (args[0], self.tensor("mul", args[1], kwargs["alpha"]))
         words = [self.word(value) for value in args]
@@ -302,8 +283,6 @@ class _Recorder(TorchDispatchMode):
         kind = self.promoted(words)
         if op in _FLOATING:
             kind = "f"
-        elif op == "not" or (op in _BITS and kind == "f"):
-            kind = "b"  # logical_and and its kin take any numbers
         words = [self.cast(word, kind) for word in words]
         if op in ("floordiv", "mod"):
             return self.division(op, kind, words), kind
@@ -311,6 +290,16 @@ class _Recorder(TorchDispatchMode):
         if op in ("add", "mul", "minimum", "maximum") and all(map(self.is_nonnegative, words)):
             self.nonnegative.add(name)
         return name, self.kind_of(name)
+
+    def bits(self, name: str, op: str, args: Any) -> tuple[str, str]:
+        """Return the result of a logical operation, which takes any numbers as bools, or one on each bit."""
+        words = [self.word(value) for value in args]
+        kind = "b" if name.startswith("logical") else self.promoted(words)
+        if kind == "f":
+            raise self.refuse(f"{name} takes no floating-point number")
+        if op == "not" and kind != "b":
+            op, words = "xor", [*words, "-1"]
+        return self.emit(op, kind, *(self.cast(word, kind) for word in words)), kind
 
     def division(self, op: str, kind: str, words: list[str]) -> str:
         divisor = score_program.literal(words[1])
@@ -350,6 +339,20 @@ class _Recorder(TorchDispatchMode):
             factors = [base] * int(abs(number)) + [self.tensor("sqrt", base)] * (number != int(number))
             made: Any = functools.reduce(functools.partial(self.tensor, "mul"), factors, cast("Any", 1))
             return self.operation("div", (1.0, made), {}) if number < 0 else self.operation("mul", (made, 1), {})
+        if number is not None and number == number // 1 and abs(number) <= 1024:  # by squares, of any sign
+            square, made, left = base, None, int(abs(number))
+            while left:
+                if left & 1:
+                    made = square if made is None else self.tensor("mul", made, square)
+                left >>= 1
+                square = self.tensor("mul", square, square) if left else square
+            return self.operation("div", (1.0, made), {}) if number < 0 else self.operation("mul", (made, 1), {})
+        if type(base) is int and base > 0 and number is None and self.kind_of(self.word(exponent)) in ("i", "l"):
+            kind = self.kind_of(self.word(exponent))
+            power = self.tensor("exp2", self.tensor("mul", exponent, math.log2(base)))
+            whole = self.word(self.tensor("floor", self.tensor("add", power, 0.5)), kind)
+            negative = self.tensor("lt", exponent, 0)
+            return self.operation("where", (negative, int(base == 1), self.fresh(whole, _DTYPES[kind])), {})
         if isinstance(base, (int, float)) and base > 0:  # aˣ = 2^(x·log₂ a)
             return self.operation("exp2", (self.tensor("mul", exponent, math.log2(base)),), {})
         if number is not None:
@@ -418,6 +421,8 @@ class _Indexing(TorchFunctionMode):
         self.recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__):  # of no trace that is cached
+            raise self.recorder.refuse("the value of a tensor decides what is computed (hint: torch.where)")
         if func is torch.Tensor.__getitem__:
             tensor, index = args
             indices = list(index) if isinstance(index, tuple) else [index]
@@ -456,12 +461,9 @@ def trace(op: str, name: str, function: Any) -> Trace:
         inner = inner.func
     recorder = _Recorder(getattr(inner, "__code__", getattr(type(inner).__dict__.get("__call__"), "__code__", None)))
     shown = getattr(inner, "__qualname__", type(inner).__name__)
-    given = []
-    for word in inputs:
-        dtype = torch.float32 if word == "score" else torch.int32
-        given.append(recorder.bind(torch.empty((), dtype=dtype, device="meta"), word))
     try:
-        with torch.no_grad(), _Indexing(recorder), recorder:
+        with temporarily_clear_interpreter_stack(), torch.no_grad(), _Indexing(recorder), recorder:
+            given = [recorder.fresh(word, torch.float32 if word == "score" else torch.int32) for word in inputs]
             result = function(*given)
         if isinstance(result, (list, tuple, dict, str)) or result is None:
             raise _Refusal(f"{recorder.place()}: it returns a {type(result).__name__}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,6 +25,34 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     **dict.fromkeys(
         ("floordiv", "positive_floordiv", "float_floordiv"), lambda a, b: torch.div(a, b, rounding_mode="floor")
     ),
+}  # fmt: skip
+
+
+def truncated(a: Any, b: Any) -> torch.Tensor:
+    """Return a divided by b, rounded to 0."""
+    whole = torch.div(abs(a), abs(b), rounding_mode="floor")
+    return torch.where((a < 0) != (b < 0), -whole, whole)
+
+
+# Operations that are made of others, by their names in aten.
+MADE_OF: dict[str, Callable[..., torch.Tensor]] = {
+    "tan": lambda x: torch.sin(x) / torch.cos(x), "sinh": lambda x: (torch.exp(x) - torch.exp(-x)) * 0.5,
+    "cosh": lambda x: (torch.exp(x) + torch.exp(-x)) * 0.5, "log10": lambda x: torch.log2(x) * math.log10(2.0),
+    "erfc": lambda x: 1.0 - torch.erf(x), "silu": lambda x: x * torch.sigmoid(x), "real": lambda x: x * 1,
+    "square": lambda x: x * x, "relu": lambda x: torch.maximum(x, torch.zeros_like(x)),
+    "hardtanh": lambda x, low=-1.0, high=1.0: x.clamp(low, high),
+    "leaky_relu": lambda x, slope=0.01: torch.where(x > 0, x, x * slope),
+    # Of a large x the exponential, which is not chosen, would be infinite, and its derivative NaN.
+    "elu": lambda x, alpha=1.0, scale=1.0, inside=1.0: torch.where(
+        x > 0, x * scale, torch.expm1(x.clamp(max=0.0) * inside) * (alpha * scale)
+    ),
+    "gelu": lambda x, approximate="none": 0.5 * x * (1.0 + (
+        torch.erf(x * math.sqrt(0.5)) if approximate == "none"
+        else torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x))
+    )),
+    "fmod": lambda a, b: a - truncated(a, b) * b,
+    "fmax": lambda a, b: torch.where(torch.isnan(a), b, torch.where(torch.isnan(b), a, torch.maximum(a, b))),
+    "fmin": lambda a, b: torch.where(torch.isnan(a), b, torch.where(torch.isnan(b), a, torch.minimum(a, b))),
 }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import Mock
@@ -109,6 +110,8 @@ REFUSED: dict[str, Bad] = {
     "random": (lambda s, b, h, q, kv: s + torch.rand(3)[b], "rand draws random numbers"),
     "learned": (lambda s, b, h, q, kv: s + (LEARNED * 2)[h, kv], "compute with it outside of the function"),
     "view": (lambda s, b, h, q, kv: s + FLOATS[h].view(9, 5)[b, b], "view of a captured tensor that has an index"),
+    "list": (lambda s, b, h, q, kv: s * FLOATS.tolist()[0][0], "the value of a tensor decides"),
+    "bits": (lambda s, b, h, q, kv: s * (s & 1), "bitwise_and takes no floating-point number"),
     "operation": (lambda s, b, h, q, kv: torch.erfinv(s), "aten.erfinv.default is no operation on single scores"),
     "complex": (lambda s, b, h, q, kv: s * torch.ones(3, dtype=torch.complex64)[b].real, "complex64"),
 }  # fmt: skip
@@ -137,6 +140,18 @@ def test_a_mask_function_is_refused_in_a_sentence() -> None:
             portattn.attention(q, k, v, mask_mod=function)
 
 
+@pytest.mark.parametrize("text", [
+    "t0 f add score\nout t0", "t0 f neg score 1.0\nout t0", "t0 f load q_idx\nout t0", "c0 f 1 0\nout c0",
+    "c0 f 9 0\nt0 f load c0 b\nout t0", "t0 f mul grad 2.0\nout t0", "t0 f mul score 007\nout t0",
+    "t0 f mul score \u0663\nout t0", "t0 f neg score\nt0 f neg t0\nout t0", "t0 f mul score exit()\nout t0",
+])  # fmt: skip
+def test_a_malformed_program_is_refused(text: str) -> None:
+    with pytest.raises(portattn.ArgumentError, match="score_mod is"):
+        portattn.attention(*qkv(heads=HEADS), score_mod=text)
+    with pytest.raises(portattn.ArgumentError, match="mask_mod is"):
+        portattn.attention(*qkv(heads=HEADS), mask_mod="t0 b gt score 0.0\nout t0")
+
+
 def test_an_exception_of_the_function_is_raised() -> None:
     with pytest.raises(KeyError, match="own"):
         flex_attention(*qkv(heads=HEADS), Mock(side_effect=KeyError("own")))
@@ -157,8 +172,13 @@ class Scaled:
     def __init__(self) -> None:
         self.factor, self.table = 1.0, torch.ones(KEYS)
 
+    offset = 0.0
+
     def __call__(self, s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
-        return s * self.factor + (self.table * 2)[kv]
+        return self.scaled(s) + (self.table * 2)[kv] + Scaled.offset * kv
+
+    def scaled(self, s: Any) -> Any:
+        return s * self.factor
 
 
 def test_a_later_call_sees_values_that_changed() -> None:
@@ -189,8 +209,42 @@ def test_a_later_call_sees_values_that_changed() -> None:
     differs(own, lambda: setattr(own, "factor", 3.0), own)
     differs(own, lambda: own.table.mul_(torch.arange(KEYS)), own)
     differs(own, lambda: setattr(own, "table", torch.rand(KEYS)), own)
+    differs(own, lambda: setattr(Scaled, "offset", 0.5), own)
+    leaky, module = torch.nn.LeakyReLU(0.1), types.ModuleType("settings_of_a_caller")
+    vars(module).update(factors=[1.0])
+    of_default_value = eval("lambda s, b, h, q, kv, c=1.0: s * c")
+    differs(lambda s, *_: leaky(s), lambda: setattr(leaky, "negative_slope", 0.9), lambda s, *_: leaky(s))
+    of_module = lambda s, b, h, q, kv: s * module.factors[0]  # noqa: E731
+    differs(of_module, lambda: module.factors.__setitem__(0, 3.0), of_module)
+    differs(of_default_value, lambda: setattr(of_default_value, "__defaults__", (3.0,)), of_default_value)
     differs(of_default(factor=1.0), lambda: None, of_default(factor=2.0))
     differs(keyword(1.0), lambda: None, keyword(2.0))
+
+
+@pytest.mark.parametrize("transform", ["none", "grad"])
+def test_operations_on_whole_numbers_are_torchs(transform: str) -> None:
+    """Bits of numbers that are no bools, logic of any numbers, wrapped casts, and powers of negative scores."""
+    (q, k, v), zero = qkv(heads=HEADS), torch.zeros(())
+    rows, keys = torch.arange(q.shape[2])[:, None], torch.arange(KEYS)
+
+    def function(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        bits = (~i) * 0.1 + torch.logical_and(i % 4, j % 3) + torch.logical_or(i % 4, j % 3) * 2
+        return s**9 * 1e-3 + bits + (i - j).to(torch.uint8) * 0.01 + ((2 ** (i % 5)) & j) * 0.1
+
+    call = lambda x: portattn.attention(q + x, k, v, score_mod=function).sum()  # noqa: E731
+    found = call(zero) if transform == "none" else torch.func.grad_and_value(call)(zero)[1]
+    scores = function((q.double() @ k.double().mT) * q.shape[3] ** -0.5, 0, 0, rows, keys)
+    torch.testing.assert_close(found, (scores.softmax(-1) @ v.double()).sum().float(), atol=1e-3, rtol=1e-4)
+
+
+def test_each_of_vmaps_masks_has_its_own_blocks() -> None:
+    q, k, v = (torch.randn(1, 1, 300, 16) for _ in range(3))
+    documents = torch.arange(300) // torch.tensor([[100], [7]])
+
+    def attend(own: Any) -> Any:
+        return portattn.attention(q, k, v, mask_mod=lambda b, h, i, j: own[i] == own[j])
+
+    torch.testing.assert_close(torch.vmap(attend)(documents), torch.stack([attend(own) for own in documents]))
 
 
 def test_a_mask_of_documents_that_change() -> None:
