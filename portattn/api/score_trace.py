@@ -42,11 +42,10 @@ _BITS = frozenset({"and", "or", "xor"})
 _VIEWS = frozenset({"alias", "detach", "view", "expand", "squeeze", "unsqueeze", "clone", "lift_fresh", "_unsafe_view",
                     "reshape"})  # fmt: skip
 _KEPT = frozenset({"alias", "detach", "clone", "lift_fresh"})  # of a captured tensor these keep every element's place
+_SHARED = _VIEWS - {"clone", "lift_fresh"} | {"select"}
 _READS = ("_local_scalar_dense", "item", "is_nonzero", "equal")
 _ROUNDED = {torch.float16: "half", torch.bfloat16: "bfloat16"}
 _FILLED = {"zeros_like": 0.0, "ones_like": 1.0, "new_zeros": 0.0, "new_ones": 1.0, "zeros": 0.0, "ones": 1.0}
-
-
 _DTYPES = {"f": torch.float32, "i": torch.int32, "l": torch.int64, "b": torch.bool}
 
 
@@ -73,7 +72,7 @@ class _Recorder(TorchDispatchMode):
         self.alive: list[torch.Tensor] = []  # so that no id is used twice
         self.captured: list[torch.Tensor] = []
         self.nonnegative = {"b", "h", "q_idx", "kv_idx"}
-        self.views: set[int] = set()  # elements of captured tensors, which share their memory
+        self.views: set[int] = set()  # tensors that share another's memory
 
     def place(self) -> str:
         """Return file and line of the traced function that is being executed."""
@@ -174,7 +173,7 @@ class _Recorder(TorchDispatchMode):
             self.words[id(args[0])] = word
             return args[0]
         made = self.fresh(word, _DTYPES[kind])
-        if name == "select":
+        if name in _SHARED:
             self.views.add(id(made))
         return made
 
@@ -235,7 +234,7 @@ class _Recorder(TorchDispatchMode):
             kind = self._kind_of_dtype(dtype) if dtype else self.kind_of(word)
             narrow = dtype in (torch.int8, torch.uint8, torch.int16) and self.kind_of(word) != "b"
             word = self.cast(word, kind)
-            if narrow:  # wraps, as torch's does
+            if dtype is not None and narrow:  # wraps, as torch's does
                 least, bits = torch.iinfo(dtype).min, str((1 << 8 * dtype.itemsize) - 1)
                 word = self.emit("and", kind, self.emit("sub", kind, word, str(least)), bits)
                 word = self.emit("add", kind, word, str(least))

@@ -111,6 +111,7 @@ REFUSED: dict[str, Bad] = {
     "learned": (lambda s, b, h, q, kv: s + (LEARNED * 2)[h, kv], "compute with it outside of the function"),
     "view": (lambda s, b, h, q, kv: s + FLOATS[h].view(9, 5)[b, b], "view of a captured tensor that has an index"),
     "list": (lambda s, b, h, q, kv: s * FLOATS.tolist()[0][0], "the value of a tensor decides"),
+    "shared": (lambda s, b, h, q, kv: s.detach().add_(1), "add_ writes to a tensor that the function has not made"),
     "bits": (lambda s, b, h, q, kv: s * (s & 1), "bitwise_and takes no floating-point number"),
     "operation": (lambda s, b, h, q, kv: torch.erfinv(s), "aten.erfinv.default is no operation on single scores"),
     "complex": (lambda s, b, h, q, kv: s * torch.ones(3, dtype=torch.complex64)[b].real, "complex64"),
@@ -260,3 +261,13 @@ def test_a_mask_of_documents_that_change() -> None:
     right = theirs(q, k, v, None, mask)[0]
     assert not torch.allclose(before, right, atol=1e-3)
     torch.testing.assert_close(portattn.attention(q, k, v, mask_mod=same), right, atol=1e-5, rtol=1e-5)
+
+
+def test_lists_of_blocks_follow_a_tensors_data() -> None:
+    q, k, v = (torch.randn(1, 1, 300, 16) for _ in range(3))
+    document = torch.arange(300) // 200
+    for other in (document, torch.arange(300) // 10):
+        document.data = other
+        found = portattn.attention(q, k, v, mask_mod=lambda b, h, i, j: document[i] == document[j])
+        right = portattn.attention(q, k, v, mask=document[:, None] == document)
+        torch.testing.assert_close(found, right, atol=1e-5, rtol=1e-5)
