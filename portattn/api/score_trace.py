@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from portattn.errors import ArgumentError
 from portattn.kernels import score_program
 from portattn.kernels.score_program import INPUTS, Node, ScoreProgram
-from portattn.reference.score_functions import MADE_OF, evaluate, truncated
+from portattn.reference.score_functions import MADE_OF, divide_to_zero, evaluate
 
 _aten = torch.ops.aten
 _KINDS = {torch.bool: "b", torch.int8: "i", torch.uint8: "i", torch.int16: "i", torch.int32: "i", torch.int64: "l"}
@@ -272,7 +272,7 @@ class _Recorder(TorchDispatchMode):
             op = "floordiv"
         elif kwargs.get("rounding_mode") == "trunc":
             with self:
-                return self.word(made := truncated(*args)), self.kind_of(self.word(made))
+                return self.word(made := divide_to_zero(*args)), self.kind_of(self.word(made))
         if op in ("add", "sub") and kwargs.get("alpha", 1) != 1:
             args = (args[0], self.tensor("mul", args[1], kwargs["alpha"]))
         words = [self.word(value) for value in args]

@@ -28,7 +28,7 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
-def truncated(a: Any, b: Any) -> torch.Tensor:
+def divide_to_zero(a: Any, b: Any) -> torch.Tensor:
     """Return a divided by b, rounded to 0."""
     whole = torch.div(abs(a), abs(b), rounding_mode="floor")
     return torch.where((a < 0) != (b < 0), -whole, whole)
@@ -50,7 +50,7 @@ MADE_OF: dict[str, Callable[..., torch.Tensor]] = {
         torch.erf(x * math.sqrt(0.5)) if approximate == "none"
         else torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x))
     )),
-    "fmod": lambda a, b: a - truncated(a, b) * b,
+    "fmod": lambda a, b: a - divide_to_zero(a, b) * b,
     "fmax": lambda a, b: torch.where(torch.isnan(a), b, torch.where(torch.isnan(b), a, torch.maximum(a, b))),
     "fmin": lambda a, b: torch.where(torch.isnan(a), b, torch.where(torch.isnan(b), a, torch.minimum(a, b))),
 }  # fmt: skip
