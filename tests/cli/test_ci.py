@@ -200,7 +200,7 @@ def test_a_baseline_in_place_of_the_old_side(portattn, kept, takes_rocm, tmp_pat
     line = ("ci", "--baseline", str(kept), "--to")
     green = portattn(*line, "triton==3.9.0", "--json", exits=0)
     assert (green.json["before"], green.json["targets"]) == ("triton==3.6.0", ["rocm:gfx942", "cuda:sm_90"][::-1])
-    assert green.json["compared"] == 2 * len(green.json["problems"]) == 2 * 5
+    assert green.json["compared"] == 2 * len(green.json["problems"]) == 2 * 6
     assert portattn(*line, "triton==3.5.1").status == 1
     red = portattn(*line, "triton==3.6.0", "--quirk-folder", str(takes_rocm), exits=1)
     assert "quirk rocm-0901-takes rules out the path triton" in red.out
