@@ -101,7 +101,7 @@ def quick() -> list[NamedProblem]:
     return [
         dense(dtype="fp16", head_dim=64, causal="bottom_right"), dense("GQA", **CAUSAL, heads_k=4),
         dense("padded, LSE", dtype="fp16", head_dim=80, return_lse=True, **PADDED), dense(dtype="fp32", head_dim=64),
-        dense("functions", **CAUSAL, **FUNCTIONS), varlen("window, softcap", **CAUSAL, softcap=True, **WINDOW),
+        dense("functions", **WIDE, **FUNCTIONS), varlen("window, softcap", **CAUSAL, softcap=True, **WINDOW),
         gradients("GQA", **CAUSAL, heads_k=2), gradients("functions", **WIDE, **FUNCTIONS, block_mask=True),
         packed_gradients(dtype="fp16", head_dim=64, causal="bottom_right"), decode("GQA", **WIDE),
         paged("GQA", **WIDE, page_size=16), sparse("weights", dtype="fp16", head_dim=128, log_weights=True),
