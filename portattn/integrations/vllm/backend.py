@@ -105,7 +105,8 @@ class PortattnImpl(AttentionImpl[PortattnMetadata]):
         if self.start_up is not None:
             self.start_up.compile()
         if self.attn_type not in ENCODERS and kv_cache.numel():
-            caches.write(key, value, self.views(kv_cache), slot_mapping, layer)
+            with contract(self.invariant):  # settings are part of the key by which a call is found again
+                caches.write(key, value, self.views(kv_cache), slot_mapping, layer)
 
     def forward(
         self,

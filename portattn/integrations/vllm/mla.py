@@ -167,10 +167,11 @@ class PortattnMLAImpl(MLACommonImpl[MLACommonMetadata]):
         rows, scale = self._pages(kv_cache, kv_cache_dtype, k_scale)
         scale = None if skip_scale else scale
         rank = kv_c_normed.shape[-1]
-        ops.write_pages(
-            kv_c_normed[:tokens, None], k_pe.reshape(k_pe.shape[0], 1, -1)[:tokens], rows[..., :rank], rows[..., rank:],
-            slots, k_scale=scale, v_scale=scale,
-        )  # fmt: skip
+        with contract(self.invariant):
+            ops.write_pages(
+                kv_c_normed[:tokens, None], k_pe.reshape(k_pe.shape[0], 1, -1)[:tokens], rows[..., :rank],
+                rows[..., rank:], slots, k_scale=scale, v_scale=scale,
+            )  # fmt: skip
 
     def forward_mqa(
         self,
