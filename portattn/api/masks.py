@@ -358,7 +358,7 @@ def _with_mod(
         return mask, mask_mod
     if not torch.compiler.is_compiling():
         try:
-            cached_trace(ATTENTION, "block_mask's mask_mod", own)
+            cached_trace(ATTENTION, "mask_mod", own)  # the trace that the call takes
         except ArgumentError:
             _warn_once()
         else:

@@ -356,7 +356,7 @@ class _Recorder(TorchDispatchMode):
             return self.operation("exp2", (self.tensor("mul", exponent, math.log2(base)),), {})
         if number is not None:
             return self.operation("exp2", (self.tensor("mul", self.tensor("log2", base), number),), {})
-        raise self.refuse("a power has an exponent that is no number, and a base that is none above 0")
+        raise self.refuse("a power needs a number as its exponent, or a number above 0 as its base")
 
     def composite(self, name: str, args: Any, kwargs: Any) -> tuple[str, str]:
         x, op, t = args[0], self.operation, self.tensor

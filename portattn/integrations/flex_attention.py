@@ -74,8 +74,8 @@ def flex_attention(
         key, value: (B or 1, Hkv, S, E) and (B or 1, Hkv, S, Ev), of query's dtype or a narrower one, which is cast. A
             batch of 1 is every sequence's, if block_mask has B
         score_mod: function (score, b, h, q_idx, kv_idx) -> score, as of `portattn.attention`
-        block_mask: blocks of keys and their mask_mod, made for L and S; in the blocks of its full lists mask_mod is not
-            called
+        block_mask: blocks of keys and their mask_mod, made for L and S; in whole blocks of its full lists mask_mod is
+            not called
         scale: factor on the scores; None for 1/√E
         enable_gqa: Hq may be a multiple of Hkv
         return_lse: also return the LSE (torch's older form of return_aux)

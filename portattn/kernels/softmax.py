@@ -136,10 +136,17 @@ def apply_softcap(x, softcap):
 
 
 @records.jit
-def call_mod(score, positions, keys, mods: ScoreMods, FUNCTION: tl.constexpr):
-    """Call a score or mask function for a tile of scores; positions and keys broadcast with it."""
+def mod_indices(positions, keys, mods: ScoreMods):
+    """Return q_idx and kv_idx; of rows and keys that fill a tile up those of the nearest real ones."""
     q_idx = tl.minimum(tl.maximum(positions - mods.first_row, 0), mods.rows - 1)
     kv_idx = tl.minimum(tl.maximum(keys - mods.first_key, 0), mods.keys - 1)
+    return q_idx, kv_idx
+
+
+@records.jit
+def call_mod(score, positions, keys, mods: ScoreMods, FUNCTION: tl.constexpr):
+    """Call a score or mask function for a tile of scores; positions and keys broadcast with it."""
+    q_idx, kv_idx = mod_indices(positions, keys, mods)
     return FUNCTION(score, mods.batch, mods.head, q_idx, kv_idx, mods.c0, mods.c1, mods.c2, mods.c3,
                     mods.n0, mods.n1, mods.n2, mods.n3, mods.n4, mods.n5, mods.n6, mods.n7)  # fmt: skip
 
@@ -147,8 +154,7 @@ def call_mod(score, positions, keys, mods: ScoreMods, FUNCTION: tl.constexpr):
 @records.jit
 def mod_gradient(score, positions, keys, mods: ScoreMods, FUNCTION: tl.constexpr, gradient):
     """Return the gradient of a score for that of its score function's result; 0 where the latter is 0."""
-    q_idx = tl.minimum(tl.maximum(positions - mods.first_row, 0), mods.rows - 1)
-    kv_idx = tl.minimum(tl.maximum(keys - mods.first_key, 0), mods.keys - 1)
+    q_idx, kv_idx = mod_indices(positions, keys, mods)
     found = FUNCTION(score, mods.batch, mods.head, q_idx, kv_idx, mods.c0, mods.c1, mods.c2, mods.c3,
                      mods.n0, mods.n1, mods.n2, mods.n3, mods.n4, mods.n5, mods.n6, mods.n7, gradient)  # fmt: skip
     return tl.where(gradient == 0.0, 0.0, found)

@@ -41,8 +41,9 @@ def qkv(
 
 
 def results(run: Callable[..., Sequence[torch.Tensor]], given: Sequence[torch.Tensor], learned: bool = True) -> Tensors:
-    """Return run's results for q, k, v and captured tensors, and the gradients of those that are floating-point; of q,
-    k and v alone if the others are not learned."""
+    """Return run's results for q, k, v and captured tensors, and the gradients of all floating-point tensors.
+
+    Unless the captured tensors are learned, q, k and v alone have gradients."""
     leaves = [t.detach().clone() for t in given]
     for leaf in leaves[: None if learned else 3]:
         leaf.requires_grad_(leaf.is_floating_point())

@@ -74,8 +74,8 @@ def attention(
         mask: bool, broadcast to (B, Hq, Sq, Sk): True = attend
         block_mask: lists of the blocks of keys that each block of queries attends: a portattn.BlockMask, or torch's
             (torch.nn.attention.flex_attention) with its mask_mod. Blocks that no list names are hidden, and skipped;
-            inside the others, mask and all other arguments apply, but mask_mod not in blocks of the full lists. Blocks
-            count from the first row and key, so left padding goes without
+            inside the others, mask and all other arguments apply, but mask_mod not in whole blocks of the full lists.
+            Blocks count from the first row and key, so left padding goes without
         score_mod: function (score, b, h, q_idx, kv_idx) -> score of FlexAttention's signature, of single numbers:
             score float32, already scaled, the others int32: numbers of the sequence, the query head, the query and the
             key, which count from a sequence's first. softcap, alibi_slopes and bias apply to its result. It may read

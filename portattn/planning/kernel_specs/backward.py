@@ -74,19 +74,7 @@ class DenseBackward(CoreKernel):
             return "a bias's gradient is asked for beside score_mod, mask_mod or block_mask", "backend='reference'"
         return cannot_list(problem) or super().cannot(problem)
 
-    def fit(
-        self,
-        problem: Problem,
-        lowering: Lowering,
-        launch: Launch,
-        arch: Arch,
-        occupancy: int,
-        pinned: Container[str] = frozenset(),
-        split_threshold: float = SPLIT_THRESHOLD,
-    ) -> Launch:
-        launch = super().fit(problem, lowering, launch, arch, occupancy, pinned, split_threshold)
-        if not problem.block_mask:
-            return launch
+    def in_blocks(self, problem: Problem, launch: Launch) -> Launch:
         rows, keys = block_sides(problem)
         by_rows = launch.of_rows()
         return msgspec.structs.replace(

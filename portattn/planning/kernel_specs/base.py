@@ -122,7 +122,13 @@ class CoreKernel:
             launch = msgspec.structs.replace(launch, block_m=min(launch.block_m, rows))
             if launch.rows_m:
                 launch = msgspec.structs.replace(launch, rows_m=min(launch.rows_m, rows))
+        if problem.block_mask:
+            launch = self.in_blocks(problem, launch)
         return launch if self.splits_keys and "splits" in pinned else msgspec.structs.replace(launch, splits=1)
+
+    def in_blocks(self, problem: Problem, launch: Launch) -> Launch:
+        """Return the launch with tiles that lie in one block of a block mask each."""
+        raise NotImplementedError
 
     def constexprs(self, problem: Problem, lowering: Lowering, launch: Launch) -> dict[str, Any]:
         choices = {name.upper(): getattr(lowering, name) for name in self.choices}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
 from typing import Any
 
 import msgspec
@@ -29,8 +28,6 @@ from portattn.planning.kernel_specs.base import (
 )
 from portattn.schema.lowering import Launch, Lowering
 from portattn.schema.problem import Problem
-from portattn.schema.target import Arch
-from portattn.schema.tuning import SPLIT_THRESHOLD
 
 
 class DenseForward(CoreKernel):
@@ -90,19 +87,7 @@ class DenseForward(CoreKernel):
             return "block_mask is given beside quantised tensors", "backend='reference'"
         return cannot_list(problem) or super().cannot(problem)
 
-    def fit(
-        self,
-        problem: Problem,
-        lowering: Lowering,
-        launch: Launch,
-        arch: Arch,
-        occupancy: int,
-        pinned: Container[str] = frozenset(),
-        split_threshold: float = SPLIT_THRESHOLD,
-    ) -> Launch:
-        launch = super().fit(problem, lowering, launch, arch, occupancy, pinned, split_threshold)
-        if not problem.block_mask:
-            return launch
+    def in_blocks(self, problem: Problem, launch: Launch) -> Launch:
         rows, keys = block_sides(problem)
         return msgspec.structs.replace(launch, block_m=min(launch.block_m, rows), block_n=min(launch.block_n, keys))
 
