@@ -137,7 +137,7 @@ def apply_softcap(x, softcap):
 
 @records.jit
 def mod_indices(positions, keys, mods: ScoreMods):
-    """Return q_idx and kv_idx; of rows and keys that fill a tile up those of the nearest real ones."""
+    """Return q_idx and kv_idx; a row or key that fills a tile up has the index of the nearest real row or key."""
     q_idx = tl.minimum(tl.maximum(positions - mods.first_row, 0), mods.rows - 1)
     kv_idx = tl.minimum(tl.maximum(keys - mods.first_key, 0), mods.keys - 1)
     return q_idx, kv_idx
