@@ -225,7 +225,7 @@ def witness(cell: Cell, run: Run) -> str:
     made = run.known.get(cell.origin)
     if made is not None and made.author:
         return f"{made.author.partition(' <')[0]}, {made.date:%Y-%m-%d}"
-    if cell.plan is None or cell.red or not has_chip(cell.target):
+    if cell.plan is None or cell.red or cell.status == "NOT_RUN" or not has_chip(cell.target):
         return ""
     if cell.status == "PASS" and cell.level in ("runs", "measured"):
         return cell.label or (cell.native.where if cell.native else "")

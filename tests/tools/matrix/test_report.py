@@ -272,6 +272,7 @@ WITNESSES = [
     (NPU | {"level": "declared", "plan": FUSION}, {}, "vendor's schema"),
     (NPU | {"level": "declared", "plan": FUSION, "named": TRAINS}, {}, "vendor's autograd"),
     (NPU | {"status": "FAIL", "plan": FUSION}, {}, ""),
+    (NPU | {"status": "NOT_RUN"}, {}, ""),
     (RUNS, {}, "a chip, a compiler"),
     (RUNS | {"label": "sm_80 code on sm_90"}, {}, "sm_80 code on sm_90"),
     (RUNS, {"author": "Ada Example <ada@example.org>"}, "Ada Example, 2026-11-21"),
