@@ -17,7 +17,7 @@ else
   READY := $(VENV)/.ready
 endif
 
-.PHONY: demo test test-all slice engines forms fuzz mutants lint bench bench-docs site package hub clean
+.PHONY: demo test test-all slice engines forms fuzz mutants lint bench bench-docs site site-version package hub clean
 
 # The demo's problems: of the quick set one for each operation, on every chip. DEMO='*' makes the whole quick set.
 DEMO ?= dense causal fp16*,varlen_attention,*_backward,decode_attention,paged_attention,sparse_attention,mla_attention,append_kv,write_pages
@@ -122,12 +122,15 @@ bench-docs: $(READY)
 # The documentation site, .site/html/index.html (extra `docs`). A dead link or anchor, a page that is not in the navigation
 # and an API name that is not found fail the build. The pages lie in .site/pages as in the repository, by links; those made
 # from data (the quirks' catalogue and verification, the tables of figures) are added by scripts/site_pages.py.
+# site-version commits the site of this version to the branch gh-pages, beside those of other versions, and pushes nothing.
+VERSION = $(shell sed -n 's/__version__ = "\(.*\)"/\1/p' portattn/version.py)
 PAGES = README.md CONTRIBUTING.md CHANGELOG.md SECURITY.md LICENSE docs examples
 
-site: $(READY)
+site site-version: $(READY)
 	rm -rf .site && mkdir -p .site/pages
 	ln -s $(foreach page,$(PAGES),"$(CURDIR)/$(page)") .site/pages/
-	NO_MKDOCS_2_WARNING=1 PYTHONPATH="$(CURDIR):$(PYTHONPATH)" $(PY) -m mkdocs build
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH="$(CURDIR):$(PYTHONPATH)" PATH="$(dir $(PY)):$$PATH" \
+	  $(if $(filter site,$@),$(PY) -m mkdocs build,mike deploy --update-aliases $(VERSION) latest)
 
 # The sdist, the wheel made from it, and a call and commands of the wheel installed in an environment of its own.
 package: $(READY)
