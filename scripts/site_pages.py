@@ -48,7 +48,9 @@ def compatibility(registry: Registry) -> str:
         quirks = {quirk.id for made in plans for quirk in made.quirks}
         quirks |= {no.quirk for made in plans for no in made.rejected if no.quirk}
         row = rows.setdefault(target.name, [f"`{target.name}`", *[""] * len(compilers)])
-        row[1 + compilers.index(str(target.toolchain))] = f"{sum(made.path in kernels for made in plans)} ({len(quirks)})"
+        row[1 + compilers.index(str(target.toolchain))] = (
+            f"{sum(made.path in kernels for made in plans)} ({len(quirks)})"
+        )
     return COMPATIBILITY.format(len(named)) + table(("target", *compilers), rows.values())
 
 

@@ -34,7 +34,7 @@ class CpuSdpaPath(VendorPath):
         {
             "causal", "causal_top_left", "window", "chunk", "bias", "mask", "sinks", "seqlens_q", "seqlens_k",
             "leftpad_q", "leftpad_k", "packed", "paged", "return_lse", "needs_grad", "negative_scale", "gqa",
-            "head_dim_v",
+            "head_dim_v", "grad_captured",
         }
     )  # fmt: skip
 
@@ -53,8 +53,7 @@ class CpuSdpaPath(VendorPath):
             (bool(lacking), f"does not have {', '.join(lacking)}", "backend='reference'"),
             (
                 p.needs_grad and (p.op != "attention" or bool(beside)),
-                "gives gradients of plain and causal attention alone, and they are asked for with "
-                f"{', '.join(beside) or p.op}",
+                "has no gradients of " + (f"calls with {', '.join(beside)}" if beside else p.op),
                 "backend='reference'",
             ),
             (

@@ -192,6 +192,14 @@ class CommandLine(click.Group):
         with _system_told(ctx):  # --help and --version print here
             return super().parse_args(ctx, args)
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name, command, rest = super().resolve_command(ctx, args)
+        if command is not None and not ctx.resilient_parsing:
+            _check_given_once(command, rest, ctx)
+        return name, command, rest
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             with _system_told(ctx):
@@ -203,6 +211,22 @@ class CommandLine(click.Group):
         except KeyboardInterrupt:  # what a command does not tell of itself; click's own status is that of red cells
             click.echo("interrupted", err=True)
             raise click.exceptions.Exit(INTERRUPTED) from None
+
+
+def _check_given_once(command: click.Command, args: list[str], parent: click.Context) -> None:
+    """Raise UsageError if an option that takes one value is given twice: click takes the last, and says nothing."""
+    ctx = click.Context(command, parent=parent, info_name=command.name, resilient_parsing=True)
+    try:
+        _, rest, order = command.make_parser(ctx).parse_args(getattr(command, "expand", list)(args))
+    except click.UsageError:
+        return  # raised again when the command itself parses
+    once = [one for one in order if isinstance(one, click.Option) and not (one.multiple or one.is_flag or one.count)]
+    for option in once:
+        if (times := once.count(option)) > 1:
+            raise click.UsageError(f"{option.opts[0]} is given {times} times, and takes one value.", ctx)
+    inner = command.get_command(ctx, rest[0]) if isinstance(command, click.Group) and rest else None
+    if inner is not None:
+        _check_given_once(inner, rest[1:], ctx)
 
 
 @contextlib.contextmanager

@@ -91,12 +91,12 @@ def evidence_cautions(
     """Return a plan's caution: no complete test run of the kernel is known there, or canaries run although one is."""
     if seen_to_run(target, registry, problem) is not None:
         return (f"canary='always': the canaries of {kernel} run before its first call",) * (settings.canary == "always")
-    decides = "its canaries run before its first call, and decide whether it runs at all"
+    decides = "its canaries must pass before its first call"
     if settings.canary == "never":
-        decides = "canary='never', so that it runs without the canaries that would decide whether it may"
+        decides = "canary='never' runs it without canaries"
     of = "" if seen_to_run(target, registry) is None else ", for such problems"
     where = f"{target.arch.name} with {target.toolchain}"
-    return (f"no complete run of its tests is known of {kernel} on {where}{of}: {decides}",)
+    return (f"{kernel} has no complete test run on {where}{of}: {decides}",)
 
 
 def choose(

@@ -353,7 +353,8 @@ def interpreter_missing() -> str:
         return f"the interpreter needs community Triton, and this Python has {toolchain}"
     numpy = metadata.version("numpy")
     if Version(numpy) >= FIRST_BAD_NUMPY and Version(toolchain.version) < FIRST_GOOD_TRITON:
-        return f"the interpreter of {toolchain} needs NumPy before {FIRST_BAD_NUMPY}, and this Python has {numpy}"
+        limit = f"needs NumPy before {FIRST_BAD_NUMPY} (pip install 'numpy<{FIRST_BAD_NUMPY}')"
+        return f"the interpreter of {toolchain} {limit}, and this Python has {numpy}"
     return ""
 
 

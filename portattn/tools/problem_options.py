@@ -47,14 +47,18 @@ _FLAGS = tuple(name for name in problem_limits.ASKED if name != "return_lse")  #
 class CausalCommand(click.Command):
     """A command whose --causal may stand alone, also before an argument, which click would take for its value."""
 
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        full = [
+    @staticmethod
+    def expand(args: list[str]) -> list[str]:
+        """Return the arguments, a --causal that stands alone with its value."""
+        return [
             f"--causal={CAUSAL[0]}"
             if arg == "--causal" and (following is None or _causal(following) not in CAUSAL)
             else arg
             for arg, following in zip(args, [*args, None][1:], strict=True)
         ]
-        return super().parse_args(ctx, full)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, self.expand(args))
 
 
 def _causal(text: str) -> str:

@@ -284,7 +284,7 @@ def test_a_release_that_nobody_has_run_a_variant_with_is_said(portattn, toolchai
     assert made.path == "gluon_forward"
     text = portattn(*line).out
     assert "gluon_forward path" in text
-    said = f"no complete run of its tests is known of gluon_forward on sm_90 with {toolchain}: its canaries"
+    said = f"gluon_forward has no complete test run on sm_90 with {toolchain}: its canaries"
     assert any(said in note for note in made.notes) is told
     assert (said in " ".join(text.split())) is told
 

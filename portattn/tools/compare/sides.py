@@ -310,7 +310,7 @@ def _targets(
         for glob in globs:
             found = [target for target in select.targets([glob], [new], None, which) if compiles(target)]
             if not found:
-                limit = f"must match a target that {new.distribution} compiles for"
+                limit = f"must match a target that {new.distribution} compiles for: one run, one compiler"
                 raise ArgumentError(CI, "--targets", glob, limit)
             names |= {target.name: None for target in found}
         return list(names)
