@@ -6,13 +6,14 @@ other tensors of these shapes traces nothing, and neither does a new lambda with
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 import threading
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from portattn.api.transform_checks import leave_out, left_out
 from portattn.config import current
 from portattn.errors import ArgumentError
 from portattn.kernels import score_program
-from portattn.kernels.score_program import CAPTURES, SIZES, Node, ScoreProgram
+from portattn.kernels.score_program import CAPTURES, INPUTS, SIZES, Node, ScoreProgram
 from portattn.reference.score_functions import block_lists, block_marks
 from portattn.schema.ops import CAPTURED
 
@@ -34,11 +35,12 @@ _MOST_TRACES, _MOST_LISTS = 512, 32
 class _Reading:
     """The values that a function reads, as a key, and its tensors in the order in which they were found."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Iterable[str] = ()) -> None:
         self.tensors: list[torch.Tensor] = []
         self.sure = True  # whether the key has all that the function may read
-        self.seen: set[int] = set()
-        self.names: set[str] = set()  # of all attributes and globals that these functions read
+        self.seen: dict[int, int] = {}  # numbers of functions and objects
+        self.names = set(names)  # of all attributes and globals that these functions read
+        self.fewest: int | None = None  # names at the first object or module, of which these attributes were read
         # The places of those values, and the values: a cell, or a namespace or a function's reference and a
         # name. None for values that can change in place.
         self.guards: list[tuple[Any, str | None, Any]] | None = []
@@ -61,12 +63,15 @@ class _Reading:
             return "partial", self.key(value.func, depth), self.key(value.args, depth), tuple(rest)
         if isinstance(value, types.FunctionType):
             return self.function(value, depth + 1)
-        if isinstance(value, types.MethodType):
+        if isinstance(value, types.MethodType) and not isinstance(value.__self__, type):
             inner: Any = value.__func__
             return "method", self.function(inner, depth + 1), self.attributes(value.__self__)
         if isinstance(value, types.ModuleType):
             return "module", id(value), () if _of_torch(value) else self.of_module(value, depth + 1)
-        if isinstance(value, types.BuiltinFunctionType) or (isinstance(value, _FIXED) and _of_torch(value)):
+        own = getattr(value, "__self__", None)
+        # A list's or a dict's method reads what changes.
+        free = isinstance(value, types.BuiltinFunctionType) and (own is None or isinstance(own, (type, types.ModuleType)))
+        if free or (isinstance(value, _FIXED) and _of_torch(value)):
             return "fixed", id(value)
         call: Any = type(value).__dict__.get("__call__")
         if isinstance(call, types.FunctionType) and depth < 4:
@@ -77,11 +82,11 @@ class _Reading:
     def function(self, function: types.FunctionType, depth: int) -> Any:
         code = function.__code__
         if id(function) in self.seen:
-            return "again", id(code)
-        if depth > 4:
+            return "again", self.seen[id(function)]
+        if depth > 4 or _imports(code):
             self.sure = False
             return None
-        self.seen.add(id(function))
+        self.seen[id(function)] = len(self.seen)
         cells = function.__closure__ or ()
         try:
             contents = [cell.cell_contents for cell in cells]
@@ -102,6 +107,7 @@ class _Reading:
 
     def of_module(self, module: types.ModuleType, depth: int) -> Any:
         """Return the key of the names that functions read of a module of the caller's."""
+        self.fewest = len(self.names) if self.fewest is None else self.fewest
         if depth > 4:
             self.sure = False
             return None
@@ -116,10 +122,15 @@ class _Reading:
     def attributes(self, owner: Any) -> Any:
         """Return the key of the attributes that functions read of an object: its own, or methods of its class."""
         self.guards = None
-        values = getattr(owner, "__dict__", None)
-        if values is None:
+        if id(owner) in self.seen:
+            return "again", self.seen[id(owner)]
+        values, kind = getattr(owner, "__dict__", None), type(owner)
+        computed = inspect.getattr_static(kind, "__getattr__", None)
+        if values is None or not (computed is None or _of_torch(computed)):
             self.sure = False
             return None
+        self.seen[id(owner)] = len(self.seen)
+        self.fewest = len(self.names) if self.fewest is None else self.fewest
         parts = [values, *(values.get(part, {}) for part in ("_buffers", "_parameters", "_modules"))]
         found: list[Any] = []
         seen: set[str] = set()
@@ -127,7 +138,7 @@ class _Reading:
             seen.update(rest)
             found += [(name, self.key(part[name], 3)) for name in rest for part in parts if name in part]
             for name in rest:
-                inherited = None if name in values else inspect.getattr_static(type(owner), name, None)
+                inherited = None if name in values else inspect.getattr_static(kind, name, None)
                 if inherited is not None and not _of_torch(inherited):
                     found.append((name, self.key(inherited, 2)))  # of a property: not sure
         return tuple(found)
@@ -139,6 +150,14 @@ _FIXED = (type, types.ModuleType, type(torch.ops.aten.add), type(torch.ops.aten.
 def _of_torch(value: Any) -> bool:
     module = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
     return isinstance(module, str) and module.partition(".")[0] in ("torch", "math", "builtins", "_operator")
+
+
+@functools.lru_cache(maxsize=_MOST_TRACES)
+def _imports(code: types.CodeType) -> bool:
+    """Return whether a function imports modules other than torch and math, whose values are in no namespace of its."""
+    names = (step.argval for step in dis.get_instructions(code) if step.opname == "IMPORT_NAME")
+    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return any(name.partition(".")[0] not in ("torch", "math") for name in names) or any(map(_imports, inner))
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
@@ -183,8 +202,8 @@ def cached_trace(op: str, name: str, function: Any) -> tuple[str, list[torch.Ten
         known = _known.get(function, {}).get(name)
         if known is not None and known.holds():
             return known.text, known.captured
-    reading = _Reading()
-    text, captured = _by_values(op, name, function, reading)
+    reading, key = _read(function)
+    text, captured = _by_values(op, name, function, reading, key)
     # A tensor that the function computes has other numbers as soon as its own tensors have.
     read = all(any(tensor is each for each in reading.tensors) for tensor in captured)
     if type(function) is types.FunctionType and reading.sure and reading.guards is not None and read:
@@ -193,12 +212,23 @@ def cached_trace(op: str, name: str, function: Any) -> tuple[str, list[torch.Ten
     return text, captured
 
 
-def _by_values(op: str, name: str, function: Any, reading: _Reading) -> tuple[str, list[torch.Tensor]]:
-    key = (name, reading.key(function))
+def _read(function: Any) -> tuple[_Reading, Any]:
+    """Return the reading of a function, whose objects were read by the names of all functions, and the key."""
+    names: set[str] = set()
+    while True:
+        reading = _Reading(names)
+        key, names = reading.key(function), reading.names
+        if reading.fewest in (None, len(names)):
+            return reading, key
+
+
+def _by_values(op: str, name: str, function: Any, reading: _Reading, key: Any) -> tuple[str, list[torch.Tensor]]:
+    key = (name, key)
     with _lock:
         known = _traces.get(key) if reading.sure else None
     if known is not None:
         return known[0], [reading.tensors[place] for place in known[1]]
+    _check_arguments(op, name, function)
     program, captured = trace(op, name, function)
     places = [next((i for i, each in enumerate(reading.tensors) if each is tensor), -1) for tensor in captured]
     if reading.sure and -1 not in places:
@@ -207,6 +237,20 @@ def _by_values(op: str, name: str, function: Any, reading: _Reading) -> tuple[st
             while len(_traces) > _MOST_TRACES:
                 _traces.popitem(last=False)
     return str(program), captured
+
+
+def _check_arguments(op: str, name: str, function: Any) -> None:
+    inputs = INPUTS if name == "score_mod" else INPUTS[1:]
+    if not callable(function):
+        limit = f"must be a function of ({', '.join(inputs)})"
+        raise ArgumentError(op, name, type(function).__name__, limit)
+    try:
+        inspect.signature(function).bind(*inputs)
+    except TypeError:
+        signature = f"({', '.join(inspect.signature(function).parameters)})"
+        raise ArgumentError(op, name, signature, f"must take {len(inputs)} arguments, ({', '.join(inputs)})") from None
+    except ValueError:  # no signature: a function in C
+        return
 
 
 def _with_captured(

@@ -6,7 +6,6 @@ A function is called once with tensors without data; the operations that it runs
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 import os
 import sys
@@ -43,6 +42,8 @@ _VIEWS = frozenset({"alias", "detach", "view", "expand", "squeeze", "unsqueeze",
                     "reshape"})  # fmt: skip
 _KEPT = frozenset({"alias", "detach", "clone", "lift_fresh"})  # of a captured tensor these keep every element's place
 _SHARED = _VIEWS - {"clone", "lift_fresh"} | {"select"}
+_SAME_NUMBERS = _VIEWS | {"index", "select"}
+_NARROW = frozenset({torch.int8, torch.uint8, torch.int16})
 _READS = ("_local_scalar_dense", "item", "is_nonzero", "equal")
 _ROUNDED = {torch.float16: "half", torch.bfloat16: "bfloat16"}
 _FILLED = {"zeros_like": 0.0, "ones_like": 1.0, "new_zeros": 0.0, "new_ones": 1.0, "zeros": 0.0, "ones": 1.0}
@@ -168,14 +169,30 @@ class _Recorder(TorchDispatchMode):
             found = self.record(name, func, args, kwargs)
         if isinstance(found, torch.Tensor) or not isinstance(found[0], str):
             return found
-        word, kind = found
+        word, dtype = self.wrapped(name, func, args, kwargs, *found)
         if in_place:
             self.words[id(args[0])] = word
             return args[0]
-        made = self.fresh(word, _DTYPES[kind])
+        made = self.fresh(word, dtype)
         if name in _SHARED:
             self.views.add(id(made))
         return made
+
+    def wrapped(
+        self, name: str, func: Any, args: Any, kwargs: Any, word: str, kind: str
+    ) -> tuple[str, torch.dtype]:  # fmt: skip
+        """Return an operand and its dtype in torch; numbers of 8 or 16 bits wrap, as torch's do."""
+        given = [each.dtype for each in tree_leaves(args) if isinstance(each, torch.Tensor)]
+        if kind != "i" or not _NARROW & {kwargs.get("dtype"), *given}:
+            return word, _DTYPES[kind]
+        if name in _SAME_NUMBERS:
+            return word, given[0]
+        with torch._C._DisableTorchDispatch():
+            dtype = given[0] if func._schema.is_mutable else func(*args, **kwargs).dtype
+        if dtype in _NARROW and name not in ("where", "minimum", "maximum"):
+            least, bits = str(torch.iinfo(dtype).min), str((1 << 8 * dtype.itemsize) - 1)
+            word = self.emit("add", kind, self.emit("and", kind, self.emit("sub", kind, word, least), bits), least)
+        return word, dtype
 
     def fresh(self, word: str | _Indexed, dtype: torch.dtype, shape: Sequence[int] = ()) -> torch.Tensor:
         """Return a tensor without data that stands for an operand."""
@@ -232,12 +249,7 @@ class _Recorder(TorchDispatchMode):
             dtype = kwargs.get("dtype") or (given[0] if given else None)
             word = self.word(args[0])
             kind = self._kind_of_dtype(dtype) if dtype else self.kind_of(word)
-            narrow = dtype in (torch.int8, torch.uint8, torch.int16) and self.kind_of(word) != "b"
             word = self.cast(word, kind)
-            if dtype is not None and narrow:  # wraps, as torch's does
-                least, bits = torch.iinfo(dtype).min, str((1 << 8 * dtype.itemsize) - 1)
-                word = self.emit("and", kind, self.emit("sub", kind, word, str(least)), bits)
-                word = self.emit("add", kind, word, str(least))
             return self.emit(_ROUNDED[dtype], kind, word) if dtype in _ROUNDED else word, kind
         if name in ("copy", "fill"):
             kind = self.kind_of(self.word(args[0]))
@@ -427,7 +439,9 @@ class _Indexing(TorchFunctionMode):
             indices = list(index) if isinstance(index, tuple) else [index]
             if any(isinstance(each, torch.Tensor) for each in indices):
                 found = self.recorder.index(tensor, indices)
-                return found if isinstance(found, torch.Tensor) else self.recorder.fresh(found[0], _DTYPES[found[1]])
+                if isinstance(found, torch.Tensor):
+                    return found
+                return self.recorder.fresh(found[0], tensor.dtype if found[1] == "i" else _DTYPES[found[1]])
         return func(*args, **(kwargs or {}))
 
 
@@ -451,10 +465,6 @@ def trace(op: str, name: str, function: Any) -> Trace:
     """Return the program of a function, and the tensors that it captures. Raise ArgumentError if it has none."""
     scores = name == "score_mod"
     inputs = INPUTS if scores else INPUTS[1:]
-    if not callable(function):
-        limit = f"must be a function of ({', '.join(inputs)})"
-        raise ArgumentError(op, name, type(function).__name__, limit)
-    _check_arity(op, name, function, inputs)
     inner = function
     while isinstance(inner, functools.partial):
         inner = inner.func
@@ -487,13 +497,3 @@ def trace(op: str, name: str, function: Any) -> Trace:
         captures[number] = ("f" if tensor.is_floating_point() else _KINDS[tensor.dtype], tensor.ndim, first)
         first += tensor.ndim
     return ScoreProgram(captures, tuple(recorder.nodes), word), recorder.captured
-
-
-def _check_arity(op: str, name: str, function: Any, inputs: tuple[str, ...]) -> None:
-    try:
-        inspect.signature(function).bind(*inputs)
-    except TypeError:
-        signature = f"({', '.join(inspect.signature(function).parameters)})"
-        raise ArgumentError(op, name, signature, f"must take {len(inputs)} arguments, ({', '.join(inputs)})") from None
-    except ValueError:  # no signature: a function in C
-        return

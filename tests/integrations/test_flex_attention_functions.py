@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ import portattn
 from portattn.integrations.flex_attention import AuxRequest, create_block_mask, flex_attention
 
 FLOATS, INTS = torch.randn(HEADS, KEYS), torch.arange(KEYS)
+FACTOR = 1.0
 LEARNED = torch.randn(HEADS, KEYS, requires_grad=True)
 
 
@@ -169,6 +171,12 @@ def test_what_a_function_writes_to_is_its_own() -> None:
     torch.testing.assert_close(flex_attention(q, k, v, added), right, atol=1e-5, rtol=1e-5)
 
 
+def imported(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    from test_flex_attention_functions import FACTOR
+
+    return s * FACTOR
+
+
 class Scaled:
     def __init__(self) -> None:
         self.factor, self.table = 1.0, torch.ones(KEYS)
@@ -222,6 +230,30 @@ def test_a_later_call_sees_values_that_changed() -> None:
     differs(keyword(1.0), lambda: None, keyword(2.0))
 
 
+def test_a_trace_is_of_all_values_that_a_function_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of functions with the same code, attributes that another function reads, cycles, a dict's method."""
+    (q, k, v), own, values, pair = qkv(heads=HEADS), Scaled(), {"factor": 1.0}, [1.0, 3.0]
+    first, second = ((lambda c: lambda s: s * c)(c) for c in pair)
+    chain = lambda f, g, h: lambda s, *_: f(g(h(s)))  # noqa: E731
+    of_object = lambda a, read: lambda s, *_: s * read(a)  # noqa: E731
+    own.own = own  # type: ignore[attr-defined]
+    calls: dict[str, Callable[[], Any]] = {
+        "order": lambda: chain(first, second, [first, second][own.factor > 1]),
+        "attribute": lambda: of_object(own, lambda one: one.factor),
+        "cycle": lambda: of_object(own, lambda one: one.own.own.factor),
+        "method": lambda: of_object(values.get, lambda get: get("factor")),
+        "import": lambda: imported,
+    }
+    before = {name: flex_attention(q, k, v, call()) for name, call in calls.items()}
+    monkeypatch.setattr(sys.modules[__name__], "FACTOR", 3.0)
+    own.factor = values["factor"] = 3.0
+    for name, call in calls.items():
+        right = flex_attention(3 * q, k, v, lambda s, *_: s * (3.0 if name == "order" else 1.0))
+        torch.testing.assert_close(flex_attention(q, k, v, call()), right, msg=name)
+        assert not torch.equal(before[name], right)
+
+
+
 @pytest.mark.parametrize("transform", ["none", "grad"])
 def test_operations_on_whole_numbers_are_torchs(transform: str) -> None:
     """Bits of numbers that are no bools, logic of any numbers, wrapped casts, and powers of negative scores."""
@@ -238,14 +270,41 @@ def test_operations_on_whole_numbers_are_torchs(transform: str) -> None:
     torch.testing.assert_close(found, (scores.softmax(-1) @ v.double()).sum().float(), atol=1e-3, rtol=1e-4)
 
 
-def test_each_of_vmaps_masks_has_its_own_blocks() -> None:
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16])
+def test_narrow_numbers_wrap_as_torchs(dtype: torch.dtype) -> None:
+    (q, k, v), n = qkv(heads=HEADS), (torch.arange(KEYS) * 5).to(dtype)
+    rows, keys = torch.arange(q.shape[2])[:, None], torch.arange(KEYS)
+
+    def function(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s + (n[i] - n[j]) * 0.01 + torch.where(n[j] - 1 > n[i] * 7, 1.0, 0.0) + (~n[j] << 6) * 1e-3
+
+    right = function((q.double() @ k.double().mT) * q.shape[3] ** -0.5, 0, 0, rows, keys).softmax(-1) @ v.double()
+    torch.testing.assert_close(flex_attention(q, k, v, function), right.float(), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_each_of_vmaps_masks_has_its_own_blocks(blocks: bool) -> None:
     q, k, v = (torch.randn(1, 1, 300, 16) for _ in range(3))
     documents = torch.arange(300) // torch.tensor([[100], [7]])
 
     def attend(own: Any) -> Any:
-        return portattn.attention(q, k, v, mask_mod=lambda b, h, i, j: own[i] == own[j])
+        same = lambda b, h, i, j: own[i] == own[j]  # noqa: E731
+        if blocks:
+            return flex_attention(q, k, v, block_mask=create_block_mask(same, None, None, 300, 300, "cpu"))
+        return portattn.attention(q, k, v, mask_mod=same)
 
     torch.testing.assert_close(torch.vmap(attend)(documents), torch.stack([attend(own) for own in documents]))
+
+
+def test_tensors_of_inference_beside_gradients() -> None:
+    q, k, v = (tensor.requires_grad_() for tensor in qkv(heads=HEADS))
+    with torch.inference_mode():
+        table = torch.randn(KEYS)
+    found, right = (
+        torch.autograd.grad(flex_attention(q, k, v, lambda s, b, h, i, j: s + made[j]).sum(), q)
+        for made in (table, table.clone())
+    )
+    torch.testing.assert_close(found, right)
 
 
 def test_a_mask_of_documents_that_change() -> None:
