@@ -341,7 +341,7 @@ def _places(
     if counts.shape != indices.shape[:3]:
         limit = f"must be {tuple(counts.shape)} and one axis more, as {name}_num_blocks"
         raise ArgumentError(ATTENTION, f"block_mask's {name}_indices.shape", tuple(indices.shape), limit)
-    if checked:
+    if checked and not any(map(torch._C._functorch.is_functorch_wrapped_tensor, (counts, indices))):
         _check_values(name, counts, indices, across)
     # Numbers after the count are arbitrary, and unchecked numbers before it too: _map skips numbers of no block.
     return torch.where(torch.arange(indices.shape[3], device=indices.device) < counts[..., None], indices, -1)

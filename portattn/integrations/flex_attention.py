@@ -23,6 +23,7 @@ from portattn.errors import ArgumentError
 from portattn.reference.blockwise import largest_scores
 from portattn.reference.score_functions import WHOLE, block_marks
 from portattn.schema.ops import CAPTURED
+from portattn.validate.checks import check_size
 
 __all__ = [
     "AuxOutput", "AuxRequest", "BlockMask", "FlexArgumentError", "and_masks", "create_block_mask", "create_mask",
@@ -107,6 +108,8 @@ def flex_attention(
     _check(query, key, value, block_mask, enable_gqa)
     if return_lse and return_aux is not None:
         raise ArgumentError(WHO, "return_lse", return_lse, "must not go with return_aux, which has an lse of its own")
+    if not isinstance(return_aux, (AuxRequest, types.NoneType)):
+        raise ArgumentError(WHO, "return_aux", type(return_aux).__name__, "must be an AuxRequest or None")
     backend = _path(kernel_options)
     batch = query.shape[0]
     k, v = (t.to(query.dtype).expand(batch, *t.shape[1:]) for t in (key, value))
@@ -180,9 +183,11 @@ def _is_one_block(block_mask: BlockMask) -> bool:
 
 def _path(options: Mapping[str, Any] | None) -> str | None:
     """Return the path that kernel_options name, or None."""
+    if options is not None and not isinstance(options, Mapping):
+        raise ArgumentError(WHO, "kernel_options", type(options).__name__, "must be a dict or None")
     given = dict(options or {})
     for name in given:
-        if name.removeprefix("fwd_").removeprefix("bwd_") not in (*_HINTS, "BACKEND"):
+        if str(name).removeprefix("fwd_").removeprefix("bwd_") not in (*_HINTS, "BACKEND"):
             limit = f"must be one of BACKEND, {', '.join(sorted(_HINTS))}"
             raise ArgumentError(WHO, "kernel_options' name", name, limit)
     backend = given.get("BACKEND", "AUTO")
@@ -249,6 +254,10 @@ def _create(
     block = size if isinstance(size, (tuple, list)) else (size, size)
     if len(block) != 2 or not all(type(n) is int and n > 0 for n in block):
         raise ArgumentError("create_block_mask", "BLOCK_SIZE", size, "must be an integer above 0, or two of them")
+    sizes = {"B": batch, "H": heads, "Q_LEN": rows, "KV_LEN": keys}
+    for name, number in sizes.items():
+        if number is not None or name in ("Q_LEN", "KV_LEN"):
+            check_size("create_block_mask", name, number)
     place = torch.device(device or torch.accelerator.current_accelerator() or "cpu")
     whole = batch or 1, heads or 1
     try:

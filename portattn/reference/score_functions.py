@@ -133,7 +133,7 @@ def block_marks(
     program, (batch, heads, rows, keys) = parse(text), sizes
     batch, heads = batch if program.uses("b") else 1, heads if program.uses("h") else 1
     down, across = (-(-rows // block[0]), -(-keys // block[1]))
-    marks = torch.zeros(batch, heads, down, across, dtype=torch.int8, device=device)
+    marks = [torch.zeros(batch, heads, 0, across, dtype=torch.int8, device=device)]
     whole = across * block[1]
     step = max(MARK_ELEMENTS // max(batch * heads * whole, 1) // block[0], 1)
 
@@ -152,8 +152,8 @@ def block_marks(
         shown = evaluate(text, inputs, captured).expand(batch, heads, count * block[0], whole)
         shown = shown.unflatten(3, (across, block[1])).unflatten(2, (count, block[0]))
         any_shown, all_shown = (of(of(shown, 5), 3) for of in (torch.any, torch.all))
-        marks[:, :, start : start + count] = any_shown.to(torch.int8) + all_shown.to(torch.int8)
-    return marks
+        marks.append(any_shown.to(torch.int8) + all_shown.to(torch.int8))
+    return torch.cat(marks, dim=2)
 
 
 def block_lists(

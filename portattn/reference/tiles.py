@@ -411,7 +411,7 @@ class _Graph:
             captured = {name: getattr(call, name) for name in CAPTURED}
             given |= {name: each for name, each in captured.items() if each is not None and each.is_floating_point()}
         self.leaves = {
-            name: tensor.detach().to(products.dtype).requires_grad_()
+            name: (tensor.clone() if tensor.is_inference() else tensor.detach()).to(products.dtype).requires_grad_()
             for name, tensor in given.items()
             if tensor is not None
         }

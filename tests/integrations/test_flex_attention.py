@@ -166,6 +166,9 @@ def test_functions_that_are_no_mask_raise_torchs_error() -> None:
             create_block_mask(mask, 1, 1, 64, 64, "cpu")
     with pytest.raises(ValueError, match="BLOCK_SIZE is 0"):
         create_block_mask(causal, 1, 1, 64, 64, "cpu", 0)
+    for place, name in enumerate(("B", "H", "Q_LEN", "KV_LEN")):
+        with pytest.raises(ValueError, match=f"{name} is -5"):
+            create_block_mask(causal, *(64, 64, 64, 64)[:place], -5, *(64, 64, 64)[place:], "cpu")
     ordered: Any = (causal, 1, 1, 256, 256, "cpu", 128, False, True, True)
     assert_same_lists(create_block_mask(*ordered), torchs.create_block_mask(*ordered))
 
@@ -219,6 +222,9 @@ def test_options_of_torchs_kernels() -> None:
         flex_attention(q, k, v, kernel_options={"BACKEND": "TRITON"})
     with pytest.raises(ValueError, match="block_mask is 'function'"):
         flex_attention(q, k, v, block_mask=causal)
+    for name, wrong in {"kernel_options": 5, "return_aux": True}.items():
+        with pytest.raises(ValueError, match=f"{name} is '"):
+            flex_attention(q, k, v, **{name: wrong})
 
 
 def test_compiled_calls() -> None:
