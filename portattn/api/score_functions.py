@@ -70,7 +70,9 @@ class _Reading:
             return "module", id(value), () if _of_torch(value) else self.of_module(value, depth + 1)
         own = getattr(value, "__self__", None)
         # A list's or a dict's method reads what changes.
-        free = isinstance(value, types.BuiltinFunctionType) and (own is None or isinstance(own, (type, types.ModuleType)))
+        free = isinstance(value, types.BuiltinFunctionType) and (
+            own is None or isinstance(own, (type, types.ModuleType))
+        )
         if free or (isinstance(value, _FIXED) and _of_torch(value)):
             return "fixed", id(value)
         call: Any = type(value).__dict__.get("__call__")

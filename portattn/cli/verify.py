@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -104,12 +105,18 @@ def _exchange(ops: tuple[str, ...], save: Path | None, compare: tuple[Path, Path
 
     from portattn.api import dispatch
     from portattn.config import current
+    from portattn.files import takes_no_file
     from portattn.testing.canary import results
     from portattn.testing.tolerance import differences, read_results
+    from portattn.tools.matrix.results import write_data
 
     if save:
+        if why := takes_no_file(save):
+            raise ArgumentError("verify", "--save", str(save), f"cannot be written: {why}")
         device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        torch.save(results(ops, device or torch.device("cpu"), lambda call: dispatch.run(call, current())), save)
+        made = io.BytesIO()
+        torch.save(results(ops, device or torch.device("cpu"), lambda call: dispatch.run(call, current())), made)
+        write_data(save, made.getvalue())
     if not compare:
         return
     shares = differences(*map(read_results, compare))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import math
-import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -128,12 +127,20 @@ def read_results(path: Path) -> dict[str, torch.Tensor]:
     """Read tensors by name from a .pt, .npz or .safetensors file. Raises DataError."""
     try:
         if path.suffix == ".npz":
-            return {name: torch.from_numpy(array) for name, array in np.load(path).items()}
-        if path.suffix == ".safetensors":
-            return dict(importlib.import_module("safetensors.torch").load_file(path))
-        return dict(torch.load(path, map_location="cpu", weights_only=True))
-    except (OSError, ValueError, TypeError, ImportError, pickle.UnpicklingError) as error:
-        raise DataError(path, None, f"must be tensors by name, .pt, .npz or .safetensors: {error}") from None
+            found = {name: torch.from_numpy(array) for name, array in np.load(path).items()}
+        elif path.suffix == ".safetensors":
+            found = dict(importlib.import_module("safetensors.torch").load_file(path))
+        else:
+            found = dict(torch.load(path, map_location="cpu", weights_only=True))
+    except Exception as error:  # of a damaged file these libraries raise what they like
+        why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise DataError(path, None, f"must be tensors by name, .pt, .npz or .safetensors: {why}") from None
+    for name, tensor in found.items():
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            raise DataError(path, None, f"{name!r} is a {type(tensor).__name__}, and must name a tensor")
+        if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_complex() or tensor.is_quantized:
+            raise DataError(path, None, f"{name} must be a dense tensor of real numbers")
+    return found
 
 
 def differences(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> dict[str, float]:
@@ -156,10 +163,16 @@ def differences(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Ten
             if bound is None:
                 eps = torch.finfo(dump[name].dtype).eps if dump[name].is_floating_point() else 0.0
                 bound = CONTRACT_ULPS * eps * values.nan_to_num(0.0, 0.0, 0.0).abs().amax(dim=-1)
+            if bound.shape not in (values.shape, values.shape[:-1]):
+                limit = f"must be {tuple(values.shape)}, or that without the last axis"
+                raise ArgumentError("verify", "--compare", f"{name}.bound {tuple(bound.shape)}", limit)
             allowed = allowed + (bound if bound.ndim == values.ndim else bound[..., None])
         apart = (pair[0] - pair[1]).abs().masked_fill(pair[0] == pair[1], 0.0)
-        share = torch.where(apart > 0, apart / allowed.clamp(min=torch.finfo(torch.float64).tiny), 0.0)
-        found[name] = math.inf if count_misplaced(*pair) else largest(share)
+        # No bound proves a difference where it is 0 or no number.
+        proved = torch.isfinite(allowed) & (allowed > 0)
+        share = torch.where(apart > 0, torch.where(proved, apart / allowed, math.inf), 0.0)
+        wrong = count_misplaced(*pair) or bool((share.isinf() | (pair[0].isnan() != pair[1].isnan())).any())
+        found[name] = math.inf if wrong else largest(share)
     return found
 
 

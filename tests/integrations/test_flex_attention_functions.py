@@ -253,7 +253,6 @@ def test_a_trace_is_of_all_values_that_a_function_reads(monkeypatch: pytest.Monk
         assert not torch.equal(before[name], right)
 
 
-
 @pytest.mark.parametrize("transform", ["none", "grad"])
 def test_operations_on_whole_numbers_are_torchs(transform: str) -> None:
     """Bits of numbers that are no bools, logic of any numbers, wrapped casts, and powers of negative scores."""

@@ -114,6 +114,25 @@ def test_two_machines_results_are_compared_by_the_bounds_in_them(tmp_path: Path)
     assert run("--compare", ours, theirs).exit_code == 2
 
 
+@pytest.mark.parametrize("bound", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_bound_that_is_no_number_above_0_passes_nothing(bound: float, tmp_path: Path) -> None:
+    for name, tensor in {"a": torch.ones(2, 3), "b": torch.full((2, 3), 9.0)}.items():
+        torch.save({"x": tensor, "x.bound": torch.full((2,), bound)}, tmp_path / name)
+    assert run("--compare", tmp_path / "a", tmp_path / "b").exit_code == 1
+    assert run("--compare", tmp_path / "a", tmp_path / "a").exit_code == 0
+
+
+def test_a_damaged_file_of_results_is_named(tmp_path: Path) -> None:
+    good, bad = tmp_path / "good.pt", tmp_path / "bad.pt"
+    torch.save({"x": torch.ones(2, 3)}, good)
+    contents = [{"x": 1}, {1: torch.ones(3)}, {"x": torch.ones(2, 3).to_sparse()}, {"x": torch.ones(2, 3) + 1j}]
+    damaged = [b"", b"hi", good.read_bytes()[:99]]
+    for wrong in [*contents, *damaged]:
+        bad.write_bytes(wrong) if isinstance(wrong, bytes) else torch.save(wrong, bad)
+        found = run("--compare", good, bad)
+        assert found.exit_code == 2 and "bad.pt" in found.output, found
+
+
 def test_results_without_bounds_are_judged_by_their_rows(tmp_path: Path) -> None:
     rows = torch.randn(3, 8).to(torch.float16)
     np.savez(tmp_path / "a.npz", x=rows.numpy())
