@@ -125,6 +125,8 @@ def rows_outside(call: Call, out: torch.Tensor, lse: torch.Tensor | None) -> int
 
 def read_results(path: Path) -> dict[str, torch.Tensor]:
     """Read tensors by name from a .pt, .npz or .safetensors file. Raises DataError."""
+    if path.exists() and not path.is_file():
+        raise DataError(path, None, "cannot be read: only regular files are")
     try:
         if path.suffix == ".npz":
             found = {name: torch.from_numpy(array) for name, array in np.load(path).items()}

@@ -1,6 +1,7 @@
 """What the outcomes of several means together say."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -131,6 +132,8 @@ def test_a_damaged_file_of_results_is_named(tmp_path: Path) -> None:
         bad.write_bytes(wrong) if isinstance(wrong, bytes) else torch.save(wrong, bad)
         found = run("--compare", good, bad)
         assert found.exit_code == 2 and "bad.pt" in found.output, found
+    os.mkfifo(tmp_path / "pipe")  # which nobody writes to
+    assert run("--compare", good, tmp_path / "pipe").exit_code == 2
 
 
 def test_results_without_bounds_are_judged_by_their_rows(tmp_path: Path) -> None:
