@@ -134,7 +134,7 @@ def read_results(path: Path) -> dict[str, torch.Tensor]:
             found = dict(importlib.import_module("safetensors.torch").load_file(path))
         else:
             found = dict(torch.load(path, map_location="cpu", weights_only=True))
-    except Exception as error:  # of a damaged file these libraries raise what they like
+    except Exception as error:  # noqa: BLE001 -- of a damaged file these libraries raise what they like
         why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         raise DataError(path, None, f"must be tensors by name, .pt, .npz or .safetensors: {why}") from None
     for name, tensor in found.items():

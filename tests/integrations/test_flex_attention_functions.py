@@ -232,8 +232,9 @@ def test_a_later_call_sees_values_that_changed() -> None:
 
 def test_a_trace_is_of_all_values_that_a_function_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """The order of functions with the same code, attributes that another function reads, cycles, a dict's method."""
-    (q, k, v), own, values, pair = qkv(heads=HEADS), Scaled(), {"factor": 1.0}, [1.0, 3.0]
-    first, second = ((lambda c: lambda s: s * c)(c) for c in pair)
+    (q, k, v), own, values = qkv(heads=HEADS), Scaled(), {"factor": 1.0}
+    times = lambda c: lambda s, *_: s * c  # noqa: E731
+    first, second = map(times, (1.0, 3.0))
     chain = lambda f, g, h: lambda s, *_: f(g(h(s)))  # noqa: E731
     of_object = lambda a, read: lambda s, *_: s * read(a)  # noqa: E731
     own.own = own  # type: ignore[attr-defined]
@@ -248,18 +249,20 @@ def test_a_trace_is_of_all_values_that_a_function_reads(monkeypatch: pytest.Monk
     monkeypatch.setattr(sys.modules[__name__], "FACTOR", 3.0)
     own.factor = values["factor"] = 3.0
     for name, call in calls.items():
-        right = flex_attention(3 * q, k, v, lambda s, *_: s * (3.0 if name == "order" else 1.0))
+        right = flex_attention(3 * q, k, v, times(3.0 if name == "order" else 1.0))
         torch.testing.assert_close(flex_attention(q, k, v, call()), right, msg=name)
         assert not torch.equal(before[name], right)
 
 
 @pytest.mark.parametrize("transform", ["none", "grad"])
 def test_operations_on_whole_numbers_are_torchs(transform: str) -> None:
-    """Bits of numbers that are no bools, logic of any numbers, wrapped casts, and powers of negative scores."""
+    """Bits of numbers that are no bools, logic of any numbers, narrow numbers, and powers of negative scores."""
     (q, k, v), zero = qkv(heads=HEADS), torch.zeros(())
     rows, keys = torch.arange(q.shape[2])[:, None], torch.arange(KEYS)
+    u8, i8, i16 = ((torch.arange(KEYS) * 5).to(dtype) for dtype in (torch.uint8, torch.int8, torch.int16))
 
     def function(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        s = s + (u8[i] - u8[j]) * 0.01 + (u8[j] - 1 > u8[i] * 7) + (~i8[j] << 6) * 1e-3 + (i16[j] * i16[i] * 9) * 1e-5
         bits = (~i) * 0.1 + torch.logical_and(i % 4, j % 3) + torch.logical_or(i % 4, j % 3) * 2
         return s**9 * 1e-3 + bits + (i - j).to(torch.uint8) * 0.01 + ((2 ** (i % 5)) & j) * 0.1
 
@@ -267,18 +270,6 @@ def test_operations_on_whole_numbers_are_torchs(transform: str) -> None:
     found = call(zero) if transform == "none" else torch.func.grad_and_value(call)(zero)[1]
     scores = function((q.double() @ k.double().mT) * q.shape[3] ** -0.5, 0, 0, rows, keys)
     torch.testing.assert_close(found, (scores.softmax(-1) @ v.double()).sum().float(), atol=1e-3, rtol=1e-4)
-
-
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16])
-def test_narrow_numbers_wrap_as_torchs(dtype: torch.dtype) -> None:
-    (q, k, v), n = qkv(heads=HEADS), (torch.arange(KEYS) * 5).to(dtype)
-    rows, keys = torch.arange(q.shape[2])[:, None], torch.arange(KEYS)
-
-    def function(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-        return s + (n[i] - n[j]) * 0.01 + torch.where(n[j] - 1 > n[i] * 7, 1.0, 0.0) + (~n[j] << 6) * 1e-3
-
-    right = function((q.double() @ k.double().mT) * q.shape[3] ** -0.5, 0, 0, rows, keys).softmax(-1) @ v.double()
-    torch.testing.assert_close(flex_attention(q, k, v, function), right.float(), atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("blocks", [False, True])
@@ -299,11 +290,9 @@ def test_tensors_of_inference_beside_gradients() -> None:
     q, k, v = (tensor.requires_grad_() for tensor in qkv(heads=HEADS))
     with torch.inference_mode():
         table = torch.randn(KEYS)
-    found, right = (
-        torch.autograd.grad(flex_attention(q, k, v, lambda s, b, h, i, j: s + made[j]).sum(), q)
-        for made in (table, table.clone())
-    )
-    torch.testing.assert_close(found, right)
+    plus = lambda made: lambda s, b, h, i, j: s + made[j]  # noqa: E731
+    found, right = (flex_attention(q, k, v, plus(made)) for made in (table, table.clone()))
+    torch.testing.assert_close(*(torch.autograd.grad(out.sum(), q) for out in (found, right)))
 
 
 def test_a_mask_of_documents_that_change() -> None:

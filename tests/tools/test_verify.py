@@ -131,7 +131,7 @@ def test_a_damaged_file_of_results_is_named(tmp_path: Path) -> None:
     for wrong in [*contents, *damaged]:
         bad.write_bytes(wrong) if isinstance(wrong, bytes) else torch.save(wrong, bad)
         found = run("--compare", good, bad)
-        assert found.exit_code == 2 and "bad.pt" in found.output, found
+        assert (found.exit_code, "bad.pt" in found.output) == (2, True), found
     os.mkfifo(tmp_path / "pipe")  # which nobody writes to
     assert run("--compare", good, tmp_path / "pipe").exit_code == 2
 
