@@ -34,9 +34,6 @@ def show_comparison(whole: Comparison, written: list[Path]) -> None:
         table(*comparison.first_call_lines(whole.first_calls, started))
     heading("Sets: the best peer's time and the best release's time over each one's, geometric means")
     table(*comparison.set_lines(whole.sets))
-    if whole.goals:
-        heading("Goals")
-        table(*comparison.goal_lines(whole.goals, started))
     for path in written:
         click.echo(f"written: {path}")
 
@@ -51,7 +48,7 @@ LAUNCH_BOUND_MS = 0.1  # device times below which the time from a graph is shown
 @click.option("--plots", type=click.Path(path_type=Path, file_okay=False), help="Draw SVG and PNG into this folder.")
 @json_option
 def report(results: Path, markdown: Path | None, as_csv: Path | None, plots: Path | None, as_json: bool) -> None:
-    """Goals, summaries, tables and plots of RESULTS: a bench.json, a rows.jsonl (of an interrupted run too), the
+    """Summaries, tables and plots of RESULTS: a bench.json, a rows.jsonl (of an interrupted run too), the
     releases.json of a run with --release, or a folder with one of these; the last comes first. No device is needed;
     --plots needs matplotlib (the extra `bench`).
 
@@ -182,7 +179,7 @@ def write(result: Result, folder: Path) -> list[Path]:
 
 
 def show(result: Result, written: list[Path]) -> None:
-    from portattn.tools.bench.report import goal_results, summaries
+    from portattn.tools.bench.report import summaries
 
     for run in result.runs:
         limits = run.ceilings
@@ -209,13 +206,6 @@ def show(result: Result, written: list[Path]) -> None:
         ("set", "contender", "cells", "geomean", "worst", "from graphs", "of the floor", "worst in"),
         [(s.set, s.name, f"{s.cells}/{s.of}", _times(s.ratio), _times(s.worst), _times(s.graph_ratio),
           f"{s.of_floor:.0%}" if s.of_floor is not None else "", s.worst_case) for s in summaries(result)],
-    )  # fmt: skip
-    heading("Goals")
-    table(
-        ("goal", "verdict", "measured", "limit", "cells", "worst, or why there is none"),
-        [(v.goal.name, v.status, "" if v.value is None else f"{v.value:.2f}",
-          f"{'≤' if v.goal.at_most else '≥'} {v.goal.limit:g}", f"{v.cells}/{v.of}",
-          f"{v.worst.case} {v.worst.value:.2f}" if v.worst else "; ".join(v.missing)) for v in goal_results(result)],
     )  # fmt: skip
     for path in written:
         click.echo(f"written: {path}")

@@ -13,7 +13,7 @@ from portattn.tools import run_log
 from portattn.tools.bench.cases import SETS
 from portattn.tools.bench.contenders import MINE
 from portattn.tools.bench.firstcall import FirstCall
-from portattn.tools.bench.report import Status, csv_text, document, goal_results, mean, number, table
+from portattn.tools.bench.report import csv_text, document, mean, number, table
 from portattn.tools.bench.results import Figures, Result, Row, decode
 from portattn.tools.bench.rounds import ratio
 from portattn.tools.run_log import UNREADABLE
@@ -64,16 +64,6 @@ class FirstCallOfReleases(msgspec.Struct, frozen=True, kw_only=True):
     releases: dict[str, FirstCall]
 
 
-class VerdictOfRelease(msgspec.Struct, frozen=True, kw_only=True):
-    status: Status
-    value: float | None = None
-
-
-class GoalOfReleases(msgspec.Struct, frozen=True, kw_only=True):
-    goal: str
-    releases: dict[str, VerdictOfRelease]
-
-
 class ReleaseRun(msgspec.Struct, frozen=True, kw_only=True):
     """A requested release; failed: why it did not start. With a date as well, its figures are of an earlier run."""
 
@@ -81,7 +71,7 @@ class ReleaseRun(msgspec.Struct, frozen=True, kw_only=True):
     toolchain: str
     date: str
     failed: str
-    chip: str = ""  # files of before it was kept have none, and no goals
+    chip: str = ""  # files of before it was kept have none
 
     @property
     def said(self) -> str:
@@ -94,7 +84,6 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     sets: list[SetOfReleases]
     cases: list[CaseOfReleases]
     first_calls: list[FirstCallOfReleases]
-    goals: list[GoalOfReleases] = []
 
     @property
     def started(self) -> list[str]:
@@ -163,16 +152,6 @@ def first_calls(results_: Mapping[str, Result]) -> list[FirstCallOfReleases]:
     return [FirstCallOfReleases(case=case, releases=found) for case, found in by_case.items()]
 
 
-def goals(results_: Mapping[str, Result]) -> list[GoalOfReleases]:
-    verdicts = {release: goal_results(result) for release, result in results_.items()}
-    return [
-        GoalOfReleases(goal=row[0].goal.name, releases={
-            release: VerdictOfRelease(status=v.status, value=v.value) for release, v in zip(verdicts, row, strict=True)
-        })
-        for row in zip(*verdicts.values(), strict=True)
-    ]  # fmt: skip
-
-
 def comparison(results_: Mapping[str, Result], failed: Mapping[str, str]) -> Comparison:
     """Compare the releases; failed: why releases did not start (some may have earlier results)."""
     found = cases(results_)
@@ -181,10 +160,7 @@ def comparison(results_: Mapping[str, Result], failed: Mapping[str, str]) -> Com
                           chip=run.chip) for release, run in runs.items()]  # fmt: skip
     missing = [ReleaseRun(release=release, toolchain=f"triton=={release}", date="", failed=why)
                for release, why in failed.items() if release not in runs]  # fmt: skip
-    return Comparison(
-        releases=started + missing, sets=sets(found), cases=found, first_calls=first_calls(results_),
-        goals=goals(results_),
-    )  # fmt: skip
+    return Comparison(releases=started + missing, sets=sets(found), cases=found, first_calls=first_calls(results_))
 
 
 def with_results(whole: Comparison, results_: Mapping[str, Result]) -> dict[str, Any]:
@@ -235,7 +211,6 @@ def _problems(whole: Comparison) -> Iterator[str]:
         *((f"`cases`, {c.set}, {c.case}, {c.contender}", {*c.releases, *filter(None, (c.best,))}) for c in whole.cases),
         *((f"`sets`, {s.set}, {s.contender}, {s.release}", {s.release}) for s in whole.sets),
         *((f"`first_calls`, {c.case}", set(c.releases)) for c in whole.first_calls),
-        *((f"`goals`, {g.goal}", set(g.releases)) for g in whole.goals),
     ]
     for where, there in named:
         for name in sorted(there - known):
@@ -292,18 +267,6 @@ def _first(call: FirstCall | None) -> str:
     if call.empty_s is None or call.kept_s is None:
         return call.failed or "not measured"
     return f"{call.empty_s:.2f} s, with kept caches {call.kept_s:.2f} s ({call.path})"
-
-
-def goal_lines(found: Iterable[GoalOfReleases], releases: Sequence[str]) -> tuple[list[str], list[list[str]]]:
-    measured = [g for g in found if any(verdict.value is not None for verdict in g.releases.values())]
-    rows = [[g.goal, *(_verdict(g.releases.get(release)) for release in releases)] for g in measured]
-    return ["goal", *releases], rows
-
-
-def _verdict(verdict: VerdictOfRelease | None) -> str:
-    if verdict is None:
-        return ""
-    return verdict.status if verdict.value is None else f"{verdict.status} ({verdict.value:.3f})"
 
 
 def as_markdown(whole: Comparison) -> str:

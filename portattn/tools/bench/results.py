@@ -150,12 +150,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, tag="row"):
 
 
 def fastest(contenders: Iterable[Figures], graphs: bool = False) -> Figures | None:
-    return quickest((f for f in contenders if f.peer), graphs)
-
-
-def quickest(contenders: Iterable[Figures], graphs: bool = False) -> Figures | None:
-    """Return the fastest timed contender, by medians of device time."""
-    timed = [f for f in contenders if (f.graph_ms if graphs else f.rounds_ms)]
+    """Return the fastest timed peer, by medians of device time."""
+    timed = [f for f in contenders if f.peer and (f.graph_ms if graphs else f.rounds_ms)]
     return min(timed, key=lambda f: statistics.median(f.graph_ms if graphs else f.rounds_ms), default=None)
 
 

@@ -5,15 +5,13 @@ import types
 import peer_packages
 import pytest
 import torch
-from benchfakes import LIMITS, FakeClock, a_result, figures, made, run_case
+from benchfakes import LIMITS, FakeClock, run_case
 from tiny import CASES, distinct
 
 import portattn
 from portattn.tools.bench import contenders, gate, peers, releases, report
-from portattn.tools.bench.cases import SETS
-from portattn.tools.bench.contenders import CORE, OURS, UNORDERED
+from portattn.tools.bench.contenders import CORE, OURS
 from portattn.tools.bench.peers import PEERS
-from portattn.tools.bench.report import GOALS, goal_results
 from portattn.tools.bench.run import BenchOptions
 from portattn.tools.bench.tensors import Tensors
 
@@ -117,32 +115,6 @@ def test_the_core_is_timed_where_paths_are_not_told(monkeypatch):
     clock = OtherBytes()
     row = run_case("backward18", DENSE, clock, LIMITS, BenchOptions(rounds=2, wanted=(), core=True))
     assert ([f.name for f in row.contenders], len({run for run, _, _ in clock.turns})) == ([OURS, CORE], 1)
-
-
-def test_goals_of_the_backward():
-    beside = (figures(CORE, 1.25), figures("sdpa-cudnn", 1.1), figures("flex", 1.5))
-    rows = [made("backward18", case, figures(OURS, 1.0), *beside) for case in SETS["backward18"]]
-    for case in SETS["backward_more"]:
-        others = [figures(UNORDERED, 0.9), figures("sdpa-flash", 1.2)] if case.deterministic else []
-        rows.append(made("backward_more", case, figures(OURS, 1.0), *others, figures("sdpa-cudnn", 0.99)))
-    found = {one.goal.name: one for one in goal_results(a_result(*rows)) if one.goal.name.startswith("backward")}
-    assert len(found) == 9
-    assert all({"backward18", "backward_more"} & set(one.goal.sets) for one in found.values())
-    values = {name: (round(one.value, 3), one.status, one.cells) for name, one in found.items()}
-    assert values.items() >= {
-        "backward, every cell": (1.1, "met", 18), "backward, geomean": (1.1, "met", 18),
-        "backward, portable core of cuDNN": (0.88, "met", 18), "backward, GQA 8:1": (0.99, "missed", 2),
-        "backward, portable core of FlexAttention": (1.2, "met", 18), "backward, fp32": (0.99, "missed", 4),
-        "backward, deterministic in 1.15 of the other's time": (0.9, "met", 2),
-    }.items()  # fmt: skip
-    assert {one.worst.peer for one in found.values()} == {"sdpa-cudnn", "flex", UNORDERED}
-    slow = a_result(
-        *(made("backward_more", c, figures(OURS, 1.2), figures(UNORDERED, 1.0)) for c in SETS["backward_more"])
-    )
-    (verdict,) = goal_results(slow, [goal for goal in GOALS if UNORDERED in goal.against])
-    assert verdict.status == "missed"
-    assert report.rivals(rows[0], ("flex",))[0].name == "flex"
-    assert [f.name for f in report.rivals(rows[-1])] == ["sdpa-flash", "sdpa-cudnn"]
 
 
 @pytest.mark.interpreter

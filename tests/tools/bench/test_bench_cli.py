@@ -84,7 +84,6 @@ def test_a_set_is_timed(tmp_path):
     assert (tmp_path / "bench.csv").read_text().count("seed decode") == 2
     text = bench(*SEED[:-1], "torch").stdout
     assert "seed decode" in text
-    assert "Goals" in text
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # SDPA says why each kernel cannot run
@@ -112,8 +111,6 @@ def test_backward_sets_are_timed_and_gone_on_with(tmp_path):
         assert {"portattn", "sdpa"} <= {f["name"] for f in timed}
         assert any(f["name"] == "portattn unordered" for f in timed) == row["case"]["deterministic"]
         assert {f["extra_bytes"] for f in timed} == {0}  # the clock's 64 bytes are less than the gradients
-    verdicts = {goal["goal"]["name"]: goal["status"] for goal in told["goals"]}
-    assert verdicts["backward, every cell"] in ("missed", "incomplete")
     assert "portattn" in bench("report", str(tmp_path), exits=0).stdout
 
 
@@ -213,9 +210,7 @@ def test_status_1_when_portattn_cannot_run_and_the_core_is_a_row_of_its_own():
 def test_enqueue_times_alone():
     told = json.loads(bench("--set", "host", "--host", "--peer", "sdpa", "--json", exits=0).stdout)
     assert told["runs"][0]["ceilings"] is None
-    goals = {v["goal"]["name"]: v for v in told["goals"]}
-    assert (goals["enqueue time, µs"]["status"], goals["enqueue time, µs"]["value"]) == ("met", 5.0)
-    assert goals["enqueue time below SDPA's"]["value"] == 1.0
+    assert {f["host_us"]["median"] for row in told["rows"] for f in row["contenders"] if f["host_us"]} == {5.0}
 
 
 @pytest.mark.usefixtures("device")
@@ -253,7 +248,7 @@ def test_report_needs_no_device(tmp_path, monkeypatch):
     assert "## decode" in (tmp_path / "doc" / "a.md").read_text()
     assert len((tmp_path / "a.csv").read_text().splitlines()) == 13
     told = json.loads(bench("report", str(tmp_path / "run" / "rows.jsonl"), "--json").stdout)
-    assert next(v for v in told["goals"] if v["goal"]["name"] == "decode")["status"] == "met"
+    assert told["summaries"][0]["worst"] == pytest.approx(1.2)
     assert told["written"] == []
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from benchfakes import LIMITS, FakeClock, a_result, figures, made, run_case
+from benchfakes import LIMITS, FakeClock, figures, made, run_case
 from tiny import CASES
 
 from portattn.reference.blocks import dequantize
@@ -13,7 +13,6 @@ from portattn.tools.bench import gate, peers
 from portattn.tools.bench.cases import SETS
 from portattn.tools.bench.contenders import OURS, PREPARED, Contender, ours, plan_of
 from portattn.tools.bench.plots import panels
-from portattn.tools.bench.report import GOALS, as_markdown, goal_results
 from portattn.tools.bench.run import BenchOptions
 from portattn.tools.bench.tensors import Tensors
 
@@ -125,49 +124,6 @@ def test_a_row_has_our_own_unquantised_and_the_share_of_the_copy_rate(case):
     wide, size = row.figures("unquantised"), case.unquantised().read_bytes()  # what it reads is more
     assert wide.tbs == pytest.approx(size / 2e-6 / 1e9)
     assert (wide.of_floor, row.case) == (pytest.approx(wide.tbs / LIMITS.copy_tbs), case)
-
-
-def large():
-    return [case for case in SETS["paged-quantised"] if case.unquantised().read_bytes() >= 10**9]
-
-
-@pytest.mark.parametrize(("ratio", "share", "first", "second"), [
-    (1.8, 0.9, "met", "met"), (1.79, 0.91, "missed", "met"), (1.9, 0.89, "met", "missed"),
-])  # fmt: skip
-def test_goals(ratio, share, first, second):
-    """Three of the six shapes are large, with 15 cells each; small ones count in neither."""
-    assert len(large()) == 3 * (4 * 3 + 3)
-    rows = []
-    wide = [case for case in large() if case.kv_format != "int4"]  # which has a goal of its own
-    for case in large():
-        ms = case.read_bytes() / LIMITS.copy_tbs / 1e9 / share
-        others = (figures("unquantised", ms * ratio), figures("flashinfer/decode", ms / 2))
-        rows.append(made("paged-quantised", case, figures(OURS, ms), *others))
-    small = SETS["paged-quantised"][0]
-    rows.append(made("paged-quantised", small, figures(OURS, 1.0), figures("unquantised", 0.5)))
-    of_own, of_copy = (
-        next(v for v in goal_results(a_result(*rows)) if v.goal.name == name)
-        for name in (goal.name for goal in GOALS if goal.name.startswith("quantised"))
-    )
-    assert (of_own.status, of_copy.status) == (first, second)
-    assert (of_own.value, of_copy.value) == (pytest.approx(ratio), pytest.approx(share))
-    assert (of_own.cells, of_own.of, of_copy.cells) == (len(wide), len(wide), len(large()))
-    assert (of_own.worst.peer, of_copy.worst.peer) == ("unquantised", "copy")
-
-
-def test_tables_say_whom_a_goal_is_held_against():
-    found = {goal.metric: goal.held_against for goal in GOALS if goal.name.startswith("quantised")}
-    assert found == {"ratio": "unquantised", "of_floor": "the card"}
-    said = {goal.name: goal.held_against for goal in GOALS}
-    names = ("decode", "small, fp32", "enqueue time below SDPA's", "enqueue time, µs", "first call, s")
-    assert [said[name] for name in names] == ["best peer", "sdpa", "sdpa", "", ""]
-    text = as_markdown(a_result(made("paged-quantised", large()[0], figures(OURS, 1.0))))
-    assert "| quantised paged decode of 1 GB, of the copy rate | the card | every ≥ 0.9 |" in text
-    # A goal of the copy rate needs the ceilings.
-    row = made("paged-quantised", large()[0], figures(OURS, 1.0), limits=None)
-    found = next(v for v in goal_results(a_result(row)) if v.goal.metric == "of_floor")
-    assert found.status == "not measured"
-    assert "portattn was not timed, or the card's ceilings were not" in found.missing
 
 
 def test_a_plot_has_a_panel_for_each_format():

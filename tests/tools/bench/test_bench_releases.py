@@ -94,7 +94,6 @@ def test_releases_take_turns_and_are_compared(tmp_path, copy, faults):
         ours, theirs = result.rows[0].figures("portattn"), result.rows[0].figures("sdpa")
         assert (ours.rounds_ms, len(theirs.rounds_ms)) == ((slow, slow), 2)
         assert not any("@" in f.name for f in result.rows[0].contenders)
-        assert told["results"][name]["goals"]
         assert (out / name / "bench.json").exists()
     assert json.loads((out / "releases.json").read_text())["cases"] == told["cases"]
     assert re.search(
@@ -107,7 +106,6 @@ def test_releases_take_turns_and_are_compared(tmp_path, copy, faults):
     assert sum(a != b for a, b in itertools.pairwise([begun[1] for begun, _ in pairs])) >= 4
     text = bench(*SEED, *own(copy), "--out", str(out)).stdout
     assert "99.0.0" in text
-    assert "Goals" in text
     # The report says the same, of the file alone.
     again, told = bench("report", str(out)).stdout, text.partition("written: ")[0]
     assert again == told

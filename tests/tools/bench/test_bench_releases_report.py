@@ -53,9 +53,6 @@ def test_text_is_that_of_the_run(tmp_path, monkeypatch, capsys, name):
     assert "3.9.0: did not start: no such symbol" in shown
     assert "1000.0 µs (3.00), 1.00, triton  2000.0 µs (1.50), 0.50, triton  3.6.0" in shown
     assert "3.00 s, with kept caches 0.50 s" in shown
-    goal = next(line for line in shown.splitlines() if line.startswith("decode  ") and "met" in line)
-    assert goal.split() == ["decode", "met", "(3.000)", "met", "(1.500)"]
-    assert "not measured" not in shown, "goals that no release was measured for"
 
 
 def test_a_folders_comparison_comes_before_a_run_that_lies_beside_it(tmp_path):
@@ -66,14 +63,14 @@ def test_a_folders_comparison_comes_before_a_run_that_lies_beside_it(tmp_path):
     assert json.loads(called.stdout) == msgspec.to_builtins(whole()) | {"written": []}
 
 
-def test_files_of_before_chips_and_goals_were_kept(tmp_path):
+def test_files_of_before_chips_were_kept(tmp_path):
     runs = [
         {name: value for name, value in run.items() if name != "chip"}
         for run in msgspec.to_builtins(whole())["releases"]
     ]
-    called = bench("report", str(saved(tmp_path / "releases.json", changed(goals=..., releases=runs))), exits=0)
+    older = changed(goals=[{"goal": "decode", "releases": {}}], releases=runs)  # a field of older files
+    called = bench("report", str(saved(tmp_path / "releases.json", older)), exits=0)
     assert called.stdout.startswith("3.6.0: triton==3.6.0\n")
-    assert "Goals" not in called.stdout
 
 
 def test_markdown_and_csv(tmp_path):

@@ -421,7 +421,7 @@ PEERS = {
 }  # fmt: skip
 # Libraries that are given a quantised cache's numbers in the queries' dtype, and read so many more bytes.
 UNQUANTISED = ("unquantised",)
-# Contenders that are timed to be seen beside the others: never the best peer, and no goal is held against them.
+# Contenders that are timed to be seen beside the others: never the best peer.
 REFERENCES = (MATH,)
 
 
