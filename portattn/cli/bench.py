@@ -70,7 +70,7 @@ def bench(
     Sets: dense18, dense-gqa, dense-packed, dense-window, dense-short-q, dense-beyond, decode, paged, decode-quantised,
     paged-quantised, decode-nvfp4, sparse, mla, seed, small, host, cold-start, padded, prefill, backward18,
     backward_more, all. Peers, as far as this machine has them: sdpa, torch, flex, fa3, flashmla, flash_attn,
-    flash_attn_interface, flashinfer, xformers, flag_gems, sage, unquantised, or none.
+    flash_attn_interface, flashinfer, unquantised, or none.
 
     Device times are medians over rounds in which all contenders take turns; times from a graph, and the time that
     enqueuing takes the host, are told apart. --out gets rows.jsonl line by line as cells are done, and bench.json and

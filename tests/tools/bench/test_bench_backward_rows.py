@@ -78,7 +78,7 @@ def test_peers_without_gradients_have_no_part():
     assert set(peers.contenders(DENSE, Tensors.random(DENSE, CPU), ("sdpa",))) == {
         "sdpa", "sdpa-cudnn", "sdpa-flash", "sdpa-efficient",
     }  # fmt: skip
-    assert set(peers.contenders(DROPPED, Tensors.random(DROPPED, CPU), ("flex", "torch", "fa3", "sage"))) == set()
+    assert set(peers.contenders(DROPPED, Tensors.random(DROPPED, CPU), ("flex", "torch", "fa3"))) == set()
     assert set(peers.contenders(PACKED, Tensors.random(PACKED, CPU), ("sdpa", "torch", "flex"))) <= {
         "torch-varlen", "flex",
     }  # fmt: skip

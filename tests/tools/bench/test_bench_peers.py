@@ -5,7 +5,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import peer_libraries
 import peer_packages
 import pytest
@@ -110,9 +109,6 @@ PACKAGES = {
         peer_packages.flashinfer(), PEERS["flashinfer"],
         {"flashinfer", "flashinfer/prefill", "flashinfer/decode", "flashinfer/decode, tensor cores"},
     ),
-    "xformers": (peer_packages.xformers(), PEERS["xformers"], {"xformers"}),
-    "flag_gems": (peer_packages.flag_gems(), PEERS["flag_gems"], {"flag_gems"}),
-    "sageattention": (peer_packages.sageattention(), PEERS["sage"], {"sage"}),
 }  # fmt: skip
 
 
@@ -121,7 +117,6 @@ def test_packages_are_called_as_they_document(name, monkeypatch):
     """Every kind of case through the gate, with what each package computes by definition in its place."""
     modules, adapter, expected = PACKAGES[name]
     assert adapter.absent() == f"no package {name} is installed"
-    monkeypatch.setattr(packages, "SAGE_WIDTHS", (16,))  # small cases are that narrow
     monkeypatch.setattr(packages, "WORKSPACE", 1 << 20)
     seen: set[str] = set()
     with peer_packages.installed(**modules):
@@ -131,8 +126,6 @@ def test_packages_are_called_as_they_document(name, monkeypatch):
                 continue
             if case.quantised and not adapter.quantised:
                 continue
-            if case.op == "mla_attention" and name == "flag_gems":
-                case = msgspec.structs.replace(case, scale=case.head_dim**-0.5)  # it has no other
             tensors = Tensors.random(case, CPU)
             builds = adapter.contenders(case, tensors)
             before = tensors.k.clone()
@@ -143,24 +136,16 @@ def test_packages_are_called_as_they_document(name, monkeypatch):
 
 
 def test_a_package_that_does_not_import_is_absent(tmp_path, monkeypatch):
-    (tmp_path / "flag_gems.py").write_text("raise RuntimeError('no GPU driver')")
+    (tmp_path / "flashinfer.py").write_text("raise RuntimeError('no GPU driver')")
     monkeypatch.syspath_prepend(str(tmp_path))
     packages.missing.cache_clear()
     try:
-        assert PEERS["flag_gems"].absent() == "import flag_gems: RuntimeError: no GPU driver"
-        assert peers.presence(("flag_gems", "sdpa"), {}) == {
-            "flag_gems": "import flag_gems: RuntimeError: no GPU driver", "sdpa": "here",
+        assert PEERS["flashinfer"].absent() == "import flashinfer: RuntimeError: no GPU driver"
+        assert peers.presence(("flashinfer", "sdpa"), {}) == {
+            "flashinfer": "import flashinfer: RuntimeError: no GPU driver", "sdpa": "here",
         }  # fmt: skip
     finally:
         packages.missing.cache_clear()
-
-
-def test_flag_gems_latent_scale_is_refused():
-    case = CASES["mla B=128 H=128 S=4096"]
-    tensors = Tensors.random(case, CPU)
-    with peer_packages.installed(**peer_packages.flag_gems()):
-        admitted = gate.admit(case, tensors, packages.flag_gems(case, tensors))
-    assert admitted.refused == {"flag_gems": packages.FLAG_GEMS_SCALE}
 
 
 @pytest.mark.parametrize("name", ["window D=64 S=4096 window=1024 causal", SHORT, "padded D=64 causal", "seed decode"])

@@ -44,7 +44,7 @@ def test_every_library_has_a_colour_and_mark_of_its_own():
     looks = [style[:2] for style in plots.styles().values()]
     assert len(set(looks)) == len(looks)
     known = {name.partition("/")[0] for name in plots.styles()}
-    assert {"fa3", "flashmla", "flashinfer", "xformers", "flag_gems", "sage", "flex", "flash_attn"} <= known
+    assert {"fa3", "flashmla", "flashinfer", "flex", "flash_attn"} <= known
     assert set(PEERS) - {"torch", "flash_attn_interface"} <= known
 
 

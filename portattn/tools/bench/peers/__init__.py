@@ -414,9 +414,6 @@ PEERS = {
     "flashinfer": Peer(
         packages.flashinfer, functools.partial(missing, "flashinfer"), quantised=True, distribution="flashinfer-python"
     ),
-    "xformers": Peer(packages.xformers, functools.partial(missing, "xformers.ops"), distribution="xformers"),
-    "flag_gems": Peer(packages.flag_gems, functools.partial(missing, "flag_gems"), distribution="flag-gems"),
-    "sage": Peer(packages.sage, functools.partial(missing, "sageattention"), distribution="sageattention"),
     "unquantised": Peer(_unquantised, quantised=True),
 }  # fmt: skip
 # Libraries that are given a quantised cache's numbers in the queries' dtype, and read so many more bytes.

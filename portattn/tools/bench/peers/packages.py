@@ -21,8 +21,6 @@ from portattn.tools.bench.tensors import Tensors
 WORKSPACE = 256 << 20  # bytes; FlashInfer's documentation recommends 128 MiB and more for long splits
 WIDEST = 256
 FLOAT8 = ("e4m3", "e5m2")  # FlashInfer's formats of a cache's numbers, besides the queries' dtype
-SAGE_WIDTHS = (64, 96, 128)
-FLAG_GEMS_SCALE = "its flash_mla has the scale 1/sqrt(head_dim) and no other"
 
 
 @functools.cache
@@ -216,126 +214,6 @@ def _flashinfer_latent(case: Case, t: Tensors) -> Contender:
     q = t.q.flatten(0, 1)
     given = (q[..., :rank], q[..., rank:], t.k[..., :rank], t.k[..., rank:])
     return Contender(lambda: wrapper.run(*given), with_sequences(case))
-
-
-def xformers(case: Case, t: Tensors) -> dict[str, Build]:
-    """Return xFormers (0.0.33) by its documented biases; heads that share keys get them expanded, not copied."""
-    padded = case.op != "paged_attention" and case.op != "varlen_attention" and bool(case.lengths_k)
-    queries = case.op == "paged_attention" and (case.packed or case.seq_q > 1)
-    if case.op in ("mla_attention", "sparse_attention") or padded or queries or case.causal == "top_left":
-        return {}
-    if case.windowed and case.op != "attention":
-        return {}
-    return {"xformers": functools.partial(_xformers, case, t)}
-
-
-def _xformers(case: Case, t: Tensors) -> Contender:
-    function: Any = module("xformers.ops").fmha.memory_efficient_attention_forward
-    bias = _xformers_bias(case, t)
-    if case.op == "varlen_attention":
-        q, k, v = (x[None] for x in (t.q, t.k, t.v))
-    elif case.page_size:
-        q = transpose_heads(t.q).flatten(0, 1)[None]
-        k, v = (x.flatten(0, 1)[None] for x in (t.k, t.v))
-    else:
-        q, k, v = (transpose_heads(x) for x in (t.q, t.k, t.v))
-    grouped = case.group > 1
-    if grouped:
-        q = q.unflatten(2, (case.heads_k, case.group))
-        k, v = (x[:, :, :, None].expand(-1, -1, -1, case.group, -1) for x in (k, v))
-
-    def shaped(out: torch.Tensor) -> torch.Tensor:
-        out = out.flatten(2, 3) if grouped else out
-        if case.op == "varlen_attention":
-            return out[0]
-        return with_sequences(case)(out[0]) if case.page_size else transpose_heads(out)
-
-    return Contender(lambda: function(q, k, v, attn_bias=bias, scale=case.scale), shaped)
-
-
-def _xformers_bias(case: Case, t: Tensors) -> Any:
-    biases: Any = module("xformers.ops.fmha.attn_bias")
-    causal = case.causal != "none"
-    if case.op == "varlen_attention":
-        lengths = biases.BlockDiagonalMask.from_seqlens(list(case.queries), list(case.keys), device=t.q.device)
-        return lengths.make_causal_from_bottomright() if causal else lengths
-    if case.page_size:
-        return biases.PagedBlockDiagonalPaddedKeysMask.from_seqlens(
-            q_seqlen=[1] * case.batch, kv_seqlen=list(case.keys), block_tables=t.page_table, page_size=case.page_size
-        )
-    if case.windowed:
-        # A side without a limit reaches as far as there is anything.
-        left, right = (case.seq_k if side is None else side for side in case.window)
-        return biases.LocalAttentionFromBottomRightMask(window_left=left, window_right=0 if causal else right)
-    return biases.LowerTriangularFromBottomRightMask() if causal and case.seq_q > 1 else None
-
-
-def flag_gems(case: Case, t: Tensors) -> dict[str, Build]:
-    """Return FlagGems' (5.0) scaled_dot_product_attention, its packed and paged function, or its latent one."""
-    if case.dtype == "fp32" or case.op == "sparse_attention":
-        return {}
-    if case.op == "mla_attention":
-        return {} if case.packed or case.seq_q > 1 else {"flag_gems": functools.partial(_flag_gems_latent, case, t)}
-    if case.op in ("varlen_attention", "paged_attention"):
-        return {"flag_gems": functools.partial(_flag_gems_packed, case, t)}
-    corner = case.causal != "none" and case.seq_q != case.seq_k  # its causal mask is top-left
-    if case.lengths_k or case.windowed or corner:
-        return {}
-
-    def dense() -> Contender:
-        function: Any = module("flag_gems.ops").scaled_dot_product_attention
-        options = {"is_causal": case.causal != "none", "scale": case.scale, "enable_gqa": case.group > 1}
-        return Contender(lambda: function(t.q, t.k, t.v, **options))
-
-    return {"flag_gems": dense}
-
-
-def _flag_gems_packed(case: Case, t: Tensors) -> Contender:
-    """Keyword by keyword: its order is vLLM's, not FlashAttention's."""
-    function: Any = module("flag_gems.ops").flash_attn_varlen_func
-    options: dict[str, Any] = {
-        "max_seqlen_q": max(case.queries), "max_seqlen_k": max(case.keys), "softmax_scale": case.scale,
-        "causal": case.causal != "none", "window_size": window_of(case), "cu_seqlens_q": t.cu_seqlens_q,
-    }  # fmt: skip
-    if case.page_size:
-        options |= {"seqused_k": t.seqlens_k, "block_table": t.page_table}
-    else:
-        options["cu_seqlens_k"] = t.cu_seqlens_k
-    if case.packed:
-        return Contender(lambda: first_of(function(t.q, t.k, t.v, **options)))
-    q = transpose_heads(t.q).flatten(0, 1).contiguous()
-    options["cu_seqlens_q"] = row_starts(case, t)
-    return Contender(lambda: first_of(function(q, t.k, t.v, **options)), with_sequences(case))
-
-
-def _flag_gems_latent(case: Case, t: Tensors) -> Contender:
-    if case.scale is not None and abs(case.scale - case.head_dim**-0.5) > 1e-9:
-        raise ValueError(FLAG_GEMS_SCALE)
-    function: Any = module("flag_gems.fused").flash_mla
-    given = (
-        t.q, t.page_table, t.k[:, :, None], max(case.keys), case.page_size, case.batch, case.seq_q, t.seqlens_k,
-        case.heads_q, 1, case.head_dim, case.width_v, True,
-    )  # fmt: skip
-    return Contender(
-        lambda: function(*given), lambda out: transpose_heads(out.reshape(case.batch, case.seq_q, -1, case.width_v))
-    )
-
-
-def sage(case: Case, t: Tensors) -> dict[str, Build]:
-    """Return SageAttention (1.0.6): scores of 8-bit integers, timed only if the gate finds them inside the budget."""
-    square = case.seq_q == case.seq_k or case.causal == "none"
-    if case.op != "attention" or case.lengths_q or case.windowed or case.head_dim not in SAGE_WIDTHS or not square:
-        return {}
-
-    def build() -> Contender:
-        function: Any = module("sageattention").sageattn
-        # smooth_k subtracts the keys' mean in place: the next contender would be given other keys.
-        options = {
-            "tensor_layout": "HND", "is_causal": case.causal != "none", "sm_scale": case.scale, "smooth_k": False,
-        }  # fmt: skip
-        return Contender(lambda: function(t.q, t.k, t.v, **options))
-
-    return {"sage": build}
 
 
 def absent(places: Sequence[str]) -> str:
