@@ -6,34 +6,26 @@ import json
 import math
 import os
 import signal
-import statistics
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import context_parallel_cases
-import context_parallel_more
 import context_parallel_ranks
-import timeline
 import torch
 import torch.distributed as dist
 
-from portattn.tools.bench.report import render_template
 from portattn.tools.bench.workloads import Measure, Row
 
-PARTS: dict[str, Any] = {
-    "correctness": None,  # whose processes are many
-    "gone": context_parallel_more.gone, "attention": context_parallel_ranks.attention,
-    "decode": context_parallel_more.decode, "timeline": context_parallel_more.timeline,
-    "llama": context_parallel_more.llama,
-}  # fmt: skip
+# correctness: whose processes are many
+PARTS = {"correctness": None, "attention": context_parallel_ranks.attention, "decode": context_parallel_ranks.decode}
 WARM = ("one forward", "one backward", "ring forward", "ring backward")
 # Of the seconds of --budget, how many a part may take at most.
-SHARES = {"correctness": 0.35, "gone": 0.15, "attention": 0.5, "decode": 0.25, "timeline": 0.2, "llama": 0.4}
+SHARES = {"correctness": 0.35, "attention": 0.6, "decode": 0.4}
 TIMEOUT = 100  # seconds, of a process group
 APART = 0.01  # ||ours - one GPU's|| / ||one GPU's||, of bf16 results; gradients round more often
 GRADIENTS_APART = 0.02
@@ -49,14 +41,13 @@ class Host:
 
 
 def context_parallel(measure: Measure) -> Iterator[Row]:
-    """Attention over several GPUs of one host: correctness first, then times, memory, rates and a timeline.
+    """Attention over several GPUs of one host: correctness first, then times, memory and rates.
 
     Each part runs in processes of its own, one a rank, over NCCL (gloo on a CPU). The cases of the part "correctness"
     run side by side, beside processes that compile what is timed later. Times are of one host's GPUs against one of
     them, which has the whole problem: causal bf16 attention of 64k and 128k tokens, forward and backward, as a ring, by
-    Ulysses, and by torch's own context_parallel; decoding of a cache of a million tokens, also from a CUDA graph; a
-    Llama of 1.2 B parameters at 64k tokens. Contenders take turns in one process, and only ratios of one run compare.
-    --out gets the timeline and its picture as well."""
+    Ulysses, and by torch's own context_parallel; decoding of a cache of a million tokens, also from a CUDA graph.
+    Contenders take turns in one process, and only ratios of one run compare."""
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(name, "lo")  # all messages are of one host
     host = Host(measure.ranks, measure.device, measure.tiny)
@@ -74,22 +65,11 @@ def context_parallel(measure: Measure) -> Iterator[Row]:
             else:
                 done = Job(part, PARTS[part], host, Path(folder), until).wait()
                 found = done["result"] or {}
-                if done["errors"] and not found.get("raised"):
+                if done["errors"]:
                     found["failed ranks"] = done["errors"]
-            if part == "timeline" and "ranks" in found:
-                found = draw(found, measure.folder)
             wrong = wrong_in(part, found) if found.keys() != {"failed ranks"} else [str(found["failed ranks"])]
-            note = "; ".join(wrong or found.pop("messages", []) or summary(part, found))
+            note = "; ".join(wrong or summary(found))
             yield {"case": part, "right": not wrong, "note": note, **found}
-
-
-def draw(found: dict[str, Any], folder: Path | None) -> dict[str, Any]:
-    """Write the timeline and its picture into the folder; return the part's result without the events."""
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "timeline.json").write_text(json.dumps(found), encoding="utf-8")
-        (folder / "timeline.svg").write_text(timeline.picture(found), encoding="utf-8")
-    return {name: value for name, value in found.items() if name != "ranks"} | {"messages": timeline.messages(found)}
 
 
 class Job:
@@ -196,8 +176,6 @@ def wrong_in(part: str, found: dict[str, Any]) -> list[str]:
     wrong = [f"{name}: {text}" for name, text in found.get("failed ranks", {}).items()]
     if part == "correctness":
         return wrong + [f"{name}: {'; '.join(text)}" for name, text in found["cases"].items() if text]
-    if part == "gone" and not found.get("raised"):
-        wrong.append("a rank that was gone was not noticed")
     for name, one in found.get("shapes", {}).items():
         for which, apart in one["apart"].items():
             limit = GRADIENTS_APART if "grad" in which else APART
@@ -207,36 +185,18 @@ def wrong_in(part: str, found: dict[str, Any]) -> list[str]:
         wrong += [f"{name} is {apart:.2g} apart" for name, apart in found["apart"].items() if not apart <= APART]
         same = found.get("graph has the same bits", {})
         wrong += [f"{name}: the graph gives other bits" for name, is_same in same.items() if not is_same]
-    if part == "llama":
-        losses = found["loss"]
-        if not abs(losses["one"] - losses["several"]) <= 2e-3 * abs(losses["one"]):
-            wrong.append(f"losses are {losses}")
     return wrong
 
 
-HERE, MIB = Path(__file__).parent, 2**20
-
-
-def summary(part: str, found: dict[str, Any]) -> list[str]:
-    """Return a part's findings, in lines."""
-    return render_template(HERE / "context_parallel_summary.jinja", part=part, found=found, mib=MIB).splitlines()
-
-
-def torchs_best(contenders: dict[str, Any]) -> tuple[str, float, float] | None:
-    """Return (kernel, ms, its time over the ring's) of the fastest of torch's own variants.
-
-    The ring took turns with each variant; its time is their median."""
-    own = {name: one["ms"] for name, one in contenders.items() if name.startswith("torch, ") and "portattn" not in name}
-    if not own:
-        return None
-    best = min(own, key=lambda name: own[name])
-    beside = statistics.median(one["ms"] for name, one in contenders.items() if name.startswith("ring beside "))
-    return best.split(", ")[1], own[best], own[best] / beside
-
-
-def tables(rows: Sequence[Row], run: dict[str, Any]) -> str:
-    """Return the tables of docs/performance/context-parallel.md that the rows have figures for."""
-    parts = dict.fromkeys(("attention", "decode", "llama")) | {row["case"]: row for row in rows}
-    values = {"parts": parts, "ranks": run.get("ranks", 2), "torchs_best": torchs_best, "mib": MIB}
-    text = render_template(HERE / "context_parallel_tables.jinja", **values).strip("\n")
-    return f"{text}\n" if text else ""
+def summary(found: dict[str, Any]) -> list[str]:
+    """Return a part's findings, in lines: how many cases are right, or times beside one GPU's."""
+    if "cases" in found:
+        cases = found["cases"].values()
+        return [f"{sum(not wrong for wrong in cases)} of {len(cases)} cases in their budget"]
+    lines = []
+    for name, times in found.get("shapes", {"decode": {"times": found}}).items():
+        for phase in ("forward", "backward", "eager", "graph"):
+            contenders = times["times"].get(phase, {})
+            told = [f"{who} {one['ms']:.4g} ms" for who, one in contenders.items()]
+            lines += [f"{name}, {phase}: {', '.join(told)}"] if contenders else []
+    return lines

@@ -1,4 +1,4 @@
-"""One rank of the set context-parallel: its measurements, and the parts that time attention.
+"""One rank of the set context-parallel: its measurements, and the parts that time attention and decoding.
 
 Each part takes a Run and returns its results. One GPU's times are measured by all ranks at once, each with the whole
 problem; several GPUs are compared with their mean."""
@@ -17,7 +17,14 @@ import torch
 import torch.distributed as dist
 
 import portattn
-from portattn.distributed import ContextParallel, Rates, context_parallel, context_parallel_cost
+from portattn.distributed import (
+    ContextParallel,
+    Rates,
+    context_parallel,
+    context_parallel_cost,
+    decode_parallel,
+    decode_parallel_cost,
+)
 from portattn.tools.bench.rounds import DeviceClock
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
@@ -295,6 +302,66 @@ def torchs(run: Run, whole: Tensors, part: Part, apart: dict[str, float]) -> tup
             failed[name] = f"{type(error).__name__}: {error}"[:300]
         del given
     return times, failed
+
+
+def decode(run: Run) -> dict[str, Any]:
+    """Time a cache of a million tokens over all ranks and on one GPU: eager, and replayed from a CUDA graph."""
+    length, heads, width = (2**20, (64, 8), 128) if not run.small else (512, (8, 2), 64)
+    generator = torch.Generator(run.device).manual_seed(3)
+
+    def random(*sizes: int) -> torch.Tensor:
+        return torch.randn(sizes, generator=generator, device=run.device, dtype=torch.bfloat16)
+
+    q, k, v = random(1, heads[0], 1, width), random(1, heads[1], length, width), random(1, heads[1], length, width)
+    lengths = torch.tensor([length], dtype=torch.int32, device=run.device)
+    contenders: dict[str, Callable[[], Any]] = {"one": lambda: portattn.decode_attention(q, k, v, lengths)}
+    right = contenders["one"]()
+    apart, memory = {}, {}
+    for split in ("all", "shard"):
+        shared = decode_parallel(interleave=length // run.ranks, heads=split)
+        at = slice(run.rank * length // run.ranks, (run.rank + 1) * length // run.ranks)
+        part = [tensor[:, :, at].contiguous() for tensor in (k, v)]
+        name = f"several, {split}"
+        contenders[name] = lambda shared=shared, part=part: shared.decode_attention(q, *part, lengths)
+        each = heads[0] // run.ranks if split == "shard" else heads[0]
+        mine = right[:, run.rank * each : (run.rank + 1) * each] if split == "shard" else right
+        apart[name] = max(run.gather(float((contenders[name]() - mine).float().norm() / mine.float().norm())))
+        memory[name] = run.memory(contenders[name])
+    path = last_path()
+    found: dict[str, Any] = {"eager": run.compared(contenders, 20.0), "apart": apart, "memory": memory, "path": path}
+    run.keep(found)
+    if run.cuda:
+        replayed = {}
+        for name, function in contenders.items():
+            replayed[name], made = captured(function)
+            before = function()
+            lengths.fill_(length // 2)
+            replayed[name]()
+            halved = function()
+            found.setdefault("graph has the same bits", {})[name] = all(run.gather(bool(torch.equal(made, halved))))
+            lengths.fill_(length)
+            replayed[name]()
+            assert torch.equal(made, before), name
+        found["graph"] = run.compared(replayed, 20.0)
+    one = found.get("graph", found["eager"])["one"]["ms"] / 1e3
+    rates = Rates(memory=length * heads[1] * width * 4 / one)
+    cost = decode_parallel_cost((1, heads[0], 1, width), (1, heads[1], length, width), ranks=run.ranks, rates=rates)
+    return found | {"rate": rates.memory, "model ms": cost.forward.seconds * 1e3}
+
+
+def captured(function: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+    """Return a replay of a call's CUDA graph, and its result tensor."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            function()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        made = function()
+    return graph.replay, made
 
 
 def link(run: Run) -> dict[str, float]:

@@ -10,10 +10,9 @@ import random
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,15 +24,11 @@ from portattn.tools.bench import peers
 from portattn.tools.bench.cases import Case
 from portattn.tools.bench.contenders import OURS, PREPARED, Contender, arguments
 from portattn.tools.bench.gate import FAILURES, reason
-from portattn.tools.bench.report import render_template
 from portattn.tools.bench.tensors import Tensors
 from portattn.tools.bench.workloads import Measure, Row
 
-PARTS = {
-    "a": "The same call again", "b": "A length never seen before", "c": "n shapes in turn",
-    "d": "Two classes of shapes in turn, each call of another length",
-    "e": "The first call of a class, its kernels loaded", "f": "The same training call again: forward and backward",
-}  # fmt: skip
+# Parts of the sequences: a, the same call again; b, a length never seen before; c, n shapes in turn; d, two classes of
+# shapes in turn, each call of another length; e, first calls of a class, kernels loaded; f, as a, with gradients.
 SECONDS = 150.0  # for all, compiles included, without --budget
 GROWING, RANDOM = "one key more each call", "a random length"
 WARM = 40  # calls of other lengths before the first that is timed: they compile what lengths of all kinds need
@@ -365,12 +360,3 @@ def _training(t: Tensors, forward: Callable[[], Any]) -> Callable[[], Any]:
 
 def _built(one: CallSequence, contender: str, index: int) -> Contender:
     return peers.contenders(*one.make(index), PEERS)[contender]()
-
-
-def tables(rows: Sequence[Row], run: dict[str, Any]) -> str:
-    """Return a Markdown table for each part, whose rows are in the order in which their calls appear."""
-    calls = [row["case"] for row in rows]
-    of_parts = {
-        part: sorted((r for r in rows if r["part"] == part), key=lambda r: calls.index(r["case"])) for part in PARTS
-    }
-    return render_template(Path(__file__).with_suffix(".jinja"), titles=PARTS, parts=of_parts, run=run)

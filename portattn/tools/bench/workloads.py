@@ -41,7 +41,6 @@ class Measure:
     rounds: int | None = None  # None for the set's own number
     against: Path | None = None  # another checkout, which takes turns with this one
     ranks: int = 2  # of the sets that use several GPUs
-    folder: Path | None = None  # for the run's other files
     part: str = ""  # before the names of cases
     left: list[str] = field(default_factory=list)  # cases that the time was too short for
     absent: dict[str, str] = field(default_factory=dict)  # parts that could not run, and why
@@ -173,17 +172,16 @@ class Workload:
     function: str
     device: bool = True  # it needs a GPU, or small sizes
     forks: bool = False  # its ranks are forked: this process must not start CUDA before
-    tables: bool = False  # its file has `tables(rows, run)`, in Markdown
 
 
 WORKLOADS = {
     "engines": Workload("engines.py", "engines"), "fp8-forward": Workload("operators.py", "fp8_forward"),
     "cache-write": Workload("operators.py", "cache_write"), "sparse-latent": Workload("operators.py", "sparse_latent"),
     "transformers": Workload("models.py", "transformers"), "training-step": Workload("models.py", "training_step"),
-    "host-cost": Workload("host_cost.py", "host_cost", tables=True),
+    "host-cost": Workload("host_cost.py", "host_cost"),
     "cpu": Workload("checkouts.py", "cpu", device=False),
     "host-without-gpu": Workload("checkouts.py", "host_without_gpu", device=False),
-    "context-parallel": Workload("context_parallel.py", "context_parallel", forks=True, tables=True),
+    "context-parallel": Workload("context_parallel.py", "context_parallel", forks=True),
 }  # fmt: skip
 # Columns of the tables; a table has the columns for which a row has a value.
 SHOWN = (
@@ -216,33 +214,21 @@ class WorkloadResult(msgspec.Struct, kw_only=True):
         return found
 
 
-def _older(data: bytes) -> WorkloadResult | None:
-    """Return the content of a file of before these sets: context-parallel.json or host-cost.json; None of others."""
-    try:
-        run = msgspec.json.decode(data, type=dict[str, Any])
-        if "lines" in run:
-            rows = [{"case": f"{r['part']} {r['name']}", **r, "note": r["failed"]} for r in run.pop("lines")]
-            return WorkloadResult(set="host-cost", left=run.pop("left_out"), run=run, rows=rows)
-        rows = [{"case": part, "right": part not in run["wrong"], **one} for part, one in run["parts"].items()]
-        about = {"torch": run["torch"], "ranks": run["ranks"]}
-        return WorkloadResult(set="context-parallel", run=about, rows=rows, left=run.get("left out", []))
-    except (KeyError, TypeError, AttributeError, *run_log.UNREADABLE):
-        return None
-
-
 def run(
     set_: str, measure: Measure, libraries: dict[str, str], commit: str, out: Path | None,
     told: Callable[[Row], None] = lambda row: None,
 ) -> WorkloadResult:  # fmt: skip
     """Run a set; --out gets SET.json after each row. Raises ArgumentError outside of a checkout."""
     one = WORKLOADS[set_]
+    path = FOLDER / one.file
+    if not path.exists():
+        raise ArgumentError("bench", "--set", set_, "needs a checkout of portattn, whose scripts/bench_sets/ has it")
     about: dict[str, Any] = provenance("cpu" if one.forks else measure.device) | {"libraries": libraries}
     about["commit"] = commit or about["commit"]
     about["ranks"] = measure.ranks
     found = WorkloadResult(set=set_, run=about, absent=measure.absent, left=measure.left)
-    measure.folder = out
     begun = time.monotonic()
-    for row in getattr(_module(set_), one.function)(measure):
+    for row in getattr(load(str(path)), one.function)(measure):
         found.rows.append(row)
         told(row)
         about["seconds"] = round(time.monotonic() - begun, 1)
@@ -255,27 +241,20 @@ def run(
     return found
 
 
-def _module(set_: str) -> Any:
-    path = FOLDER / WORKLOADS[set_].file
-    if not path.exists():
-        raise ArgumentError("bench", "--set", set_, "needs a checkout of portattn, whose scripts/bench_sets/ has it")
-    return load(str(path))
-
-
 def write(found: WorkloadResult, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     write_whole(out / f"{found.set}.json", msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
 
 
 def read(path: Path) -> WorkloadResult | None:
-    """Return the result in a set's JSON file, also of an older form; None if the file is no such result."""
+    """Return the result in a set's JSON file; None if the file is no such result."""
     if path.is_dir() or path.suffix == ".jsonl":
         return None
     data = run_log.read(path)
     try:
         found = msgspec.json.decode(data, type=WorkloadResult)
     except run_log.UNREADABLE:
-        return _older(data)
+        return None
     if found.schema != SCHEMA:
         raise DataError(path, None, f"schema version {found.schema}; this portattn reads version {SCHEMA}")
     return found
@@ -298,8 +277,6 @@ def _cell(row: Row, name: str) -> str:
 
 
 def as_markdown(found: WorkloadResult) -> str:
-    if found.set in WORKLOADS and WORKLOADS[found.set].tables:
-        return str(_module(found.set).tables(found.rows, found.run | {"left": found.left}))
     return table(*shown_table(found.rows)) + "\n"
 
 

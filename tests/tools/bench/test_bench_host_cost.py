@@ -27,7 +27,7 @@ def large() -> list[Any]:
 
 def test_lengths_of_the_sequences(large: list[Any]) -> None:
     """Lengths of parts b and d that are timed were never seen; shapes in turn were all made before."""
-    assert {one.part for one in large} == set(host.PARTS)
+    assert {one.part for one in large} == set("abcdef")
     assert len({(one.part, one.name) for one in large}) == len(large)
     new = [one for one in large if one.part in "bd"]
     assert len(new) >= 8
@@ -116,7 +116,7 @@ def test_a_run_on_the_cpu() -> None:
     rows = list(host.host_cost(Measure("cpu", tiny=True)))
     ours = [row for row in rows if row["contender"].startswith(OURS)]
     assert not [row for row in ours if "failed" in row]
-    assert {row["part"] for row in ours} == set(host.PARTS)
+    assert {row["part"] for row in ours} == set("abcdef")
     for row in ours:
         assert 0 < row["median_us"] <= row["p99_us"] <= row["most_us"]
         assert row["path"] in ("sdpa", "reference") if row["part"] == "f" else row["path"] == "sdpa"
@@ -124,12 +124,6 @@ def test_a_run_on_the_cpu() -> None:
     assert {"sdpa", "portattn prepared"} <= {row["contender"] for row in rows if "median_us" in row}
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0
-    run = dict.fromkeys(("chip", "torch", "toolchain", "python", "date", "commit", "command"), "x")
-    text = host.tables(rows, run | {"left": ["a late row"]})
-    assert all(f"### {title}" in text for title in host.PARTS.values())
-    lines = [line for line in text.splitlines() if line.startswith("| ") and not line.startswith(("| call", "| ---"))]
-    assert (len(lines), {line.count("|") for line in lines}) == (len(rows), {9})
-    assert text.endswith("\nNo time was left for: a late row\n")
 
 
 def test_a_training_call_is_a_forward_and_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
