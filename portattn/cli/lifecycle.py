@@ -21,7 +21,7 @@ from portattn.tools.param_types import FLAG, SECONDS, options
 if TYPE_CHECKING:
     from portattn.planning.registry import Registry
     from portattn.schema.compile_record import Incident
-    from portattn.tools.compare.registry_changes import Page, QuirkChange, ScheduleTiming, Upgrade, VariantUpgrade
+    from portattn.tools.compare.registry_changes import QuirkChange, ScheduleTiming, Upgrade, VariantUpgrade
     from portattn.tools.quirks.reduce import Reduction, ReductionStep, Subject
 
 
@@ -331,8 +331,8 @@ def retire(quirk_id: str, reason: str, fixed_in: str, replaced_by: str, force: b
 def upgrade(before: str, after: str, targets: tuple[str, ...], strict: bool, as_json: bool) -> None:
     """List the changes that another compiler brings: entries that fall away, stay or newly apply, and changed plans.
 
-    It also lists the variants that carry over, are tried by their canaries or refuse, the compiler that each schedule
-    was timed with, and the published figures that were measured with the new compiler.
+    It also lists the variants that carry over, are tried by their canaries or refuse, and the compiler that each
+    schedule was timed with.
 
     The plans are as in `portattn matrix run --quick`. Exit status 1: a problem loses its core kernel or has no plan."""
     from portattn.planning.registry import Registry
@@ -385,8 +385,6 @@ OUTCOMES = (
 
 
 def show_carried(made: Upgrade) -> None:
-    from portattn.tools.compare.registry_changes import pages
-
     if made.variants:
         heading(f"variants: {len(made.variants)}")
         pairs((f"{one.name} on {one.target}", variant_line(one)) for one in made.variants)
@@ -396,11 +394,6 @@ def show_carried(made: Upgrade) -> None:
         pairs((f"{one.kernel} on {one.target}", schedule_line(one, made.after)) for one in timed)
     if never := len(made.schedules) - len(timed):
         click.echo(f"\n{plural(never, 'schedule')} never timed on the chip")
-    if found := pages(made.figures):
-        some = sum(one.in_part for one in found)
-        in_part = f", {some} in part" if some else ""
-        heading(f"pages with figures: {sum(one.carries for one in found)} of {len(found)} carry over{in_part}")
-        pairs((one.page, page_line(one)) for one in found)
 
 
 def tell_outcomes(entries: Iterable[QuirkChange]) -> None:
@@ -425,15 +418,3 @@ def variant_line(one: VariantUpgrade) -> str:
 def schedule_line(one: ScheduleTiming, after: str) -> str:
     lost = "" if one.carries else f", not {after}"
     return f"timed with {one.timed_with}{lost}; {names_or_count(one.problems, 'problem')}"
-
-
-def page_line(page: Page) -> str:
-    if page.carries:
-        releases = dict.fromkeys(release for one in page.figures for release in one.releases)
-        return f"carries over: has figures of {', '.join(releases)} on {page.target}"
-    word = "carries over in part" if page.in_part else "does not carry over"
-    parts = (
-        f"of {one.measured_with}{'' if one.carries else ' alone'} for {one.what}"
-        for one in sorted(page.figures, key=lambda one: not one.carries)
-    )
-    return f"{word}: has figures on {page.target} {'; '.join(parts)}"

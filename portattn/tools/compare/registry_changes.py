@@ -1,9 +1,6 @@
 """Everything that a change of compiler keeps, changes and loses on some targets, without starting a compiler."""
 
-import datetime
-import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -15,7 +12,6 @@ from portattn.planning.backend import PathRejection
 from portattn.planning.core_path import seen_to_run
 from portattn.planning.kernel_specs import KERNEL_NAMES
 from portattn.planning.registry import Registry
-from portattn.schema import toml_reader
 from portattn.schema.compile_record import NO_RECORDS
 from portattn.schema.plan import Plan
 from portattn.schema.problem import Problem
@@ -251,72 +247,6 @@ def _timed_with(made: Plan | PortattnError, side: Side) -> tuple[str, str]:
     return made.kernel, tuning.timed_with(entry) if tuning and entry else ""
 
 
-class PublishedResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Figures of one page of the documentation; a page that compares compilers has an entry for each."""
-
-    page: str
-    what: str
-    target: str
-    toolchain: str
-    date: datetime.date
-
-
-class TargetFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """One kind of figures of a target on one page."""
-
-    page: str
-    what: str
-    target: str
-    releases: tuple[str, ...]  # the compilers that they were measured with
-    carries: bool  # the new compiler is among them
-    lost: bool  # the old one is, and the new one is not
-
-    @property
-    def measured_with(self) -> str:
-        return ", ".join(self.releases)
-
-
-class Page(NamedTuple):
-    """The figures of a page and a target together, a line of a report."""
-
-    page: str
-    target: str
-    figures: tuple[TargetFigures, ...]
-
-    @property
-    def carries(self) -> bool:
-        return all(one.carries for one in self.figures)
-
-    @property
-    def in_part(self) -> bool:
-        return any(one.carries for one in self.figures) and not self.carries
-
-
-class _PublishedFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    figures: tuple[PublishedResult, ...]
-
-
-@functools.lru_cache(maxsize=1)
-def read_published_results() -> tuple[PublishedResult, ...]:
-    file = Path(__file__).parent / "figures.toml"
-    data, text = toml_reader.read(file)
-    return toml_reader.convert(data, _PublishedFile, file, text).figures
-
-
-def figures(pairs: Collection[Pair]) -> Iterator[TargetFigures]:
-    for (page, what, target), found in _grouped(read_published_results(), "page", "what", "target").items():
-        releases = tuple(one.toolchain for one in found)
-        for old, new in pairs:
-            if new.target.name == target:
-                carries = new.compiler in releases
-                lost = old.compiler in releases and not carries
-                yield TargetFigures(page=page, what=what, target=target, releases=releases, carries=carries, lost=lost)
-
-
-def pages(found: Iterable[TargetFigures]) -> list[Page]:
-    return [Page(page, target, tuple(ones)) for (page, target), ones in _grouped(found, "page", "target").items()]
-
-
 def _grouped(found: Iterable[Any], *fields: str) -> dict[tuple[Any, ...], list[Any]]:
     """Group values by some of their fields, in the order of their first members."""
     groups: dict[tuple[Any, ...], list[Any]] = {}
@@ -384,7 +314,6 @@ class Upgrade(msgspec.Struct, frozen=True, kw_only=True):
     plans: int
     variants: tuple[VariantUpgrade, ...]
     schedules: tuple[ScheduleTiming, ...]
-    figures: tuple[TargetFigures, ...]
 
     @property
     def lost(self) -> bool:
@@ -392,10 +321,9 @@ class Upgrade(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compare(
-    pairs: Sequence[Pair], problems: Sequence[NamedProblem], say: Callable[[str], None] = lambda _: None,
-    pages: bool = False,
-) -> Upgrade:  # fmt: skip
-    """Compare registries and plans; `pages` adds portattn's own pages with figures, of no use to another library."""
+    pairs: Sequence[Pair], problems: Sequence[NamedProblem], say: Callable[[str], None] = lambda _: None
+) -> Upgrade:
+    """Compare registries and plans."""
     plans, moved = Plans(), []
     for named in problems:
         say(f"planning {named.name}")
@@ -405,7 +333,6 @@ def compare(
         targets=tuple(pair.new.target.name for pair in pairs), entries=tuple(entries(pairs)),
         moved=tuple(together(moved)), plans=len(problems) * len(pairs),
         variants=tuple(variant_upgrades(pairs, problems)), schedules=tuple(schedule_timings(pairs, problems, plans)),
-        figures=tuple(figures(pairs)) if pages else (),
     )  # fmt: skip
 
 
@@ -422,7 +349,7 @@ def upgrade(
     if not names:
         raise ArgumentError(OP, "--to", after, f"must compile for a backend that {old} compiles for")
     sides = ((Side(registry.target(name, one), registry) for one in (old, new)) for name in names)
-    return compare([Pair(*both) for both in sides], quick(), say, pages=True)
+    return compare([Pair(*both) for both in sides], quick(), say)
 
 
 def _common(registry: Registry, old: Toolchain, new: Toolchain) -> Iterator[str]:

@@ -1,33 +1,26 @@
-"""What of variants, schedules and figures carries over from one compiler to another."""
-
-import json
-import re
+"""What of variants and schedules carries over from one compiler to another."""
 
 import evidence_files
 import msgspec
 import pytest
 import quirk_files
-from places import DOCS, ROOT
 
-from portattn.cli.lifecycle import page_line, variant_line
+from portattn.cli.lifecycle import variant_line
 from portattn.errors import ArgumentError
 from portattn.planning.data_files import load_verified
 from portattn.planning.planner import plan
 from portattn.planning.registry import Registry
 from portattn.schema.toolchain import Toolchain
 from portattn.tools.compare import registry_changes
-from portattn.tools.compare.registry_changes import compare, pages, read_published_results
+from portattn.tools.compare.registry_changes import compare
 from portattn.tools.compare.sides import Pair, Side, cautions, parse_compiler
 from portattn.tools.matrix.problems import NamedProblem, dense, full, quick
-
-THREE = ("triton==3.6.0", "triton==3.8.0", "triton==3.9.0")
-COMPARED = "docs/performance/releases.md"  # several compilers beside each other
 
 
 def upgraded(before, after, *targets, new=None, problems=()):
     known = Registry.load()
     pairs = [Pair(Side(known.target(t, before), known), Side(known.target(t, after), new or known)) for t in targets]
-    return compare(pairs, problems or quick(), pages=True)
+    return compare(pairs, problems or quick())
 
 
 def test_a_variant_that_nobody_has_run_with_the_new_compiler_is_tried_by_its_canaries():
@@ -94,8 +87,6 @@ def test_back_on_the_compiler_that_they_were_run_with_they_carry_over():
     timed = [one for one in made.schedules if one.timed_with]
     assert len(timed) >= 5
     assert all(one.carries and not one.lost for one in timed)
-    assert not any(one.lost for one in made.figures)
-    assert all(one.carries for one in made.figures), "every page has figures of 3.6.0"
 
 
 def test_a_version_gate_refuses_with_its_quirk_and_the_core_is_what_changes():
@@ -179,38 +170,6 @@ def test_a_schedule_is_lost_only_where_it_was_timed_with_the_old_compiler():
     assert not any(one.lost for one in later.schedules)
     carried = {(one.kernel, one.timed_with) for one in later.schedules if one.carries}
     assert carried == {("gluon_forward", "triton==3.9.0")}, "those that were timed with the new one"
-    assert not any(one.lost for one in later.figures)
-    assert {one.page for one in later.figures if one.carries} == {COMPARED, "docs/performance.md"}
-    both = [one for one in upgraded("triton==3.6.0", "triton==3.9.0", "cuda:sm_90").figures if one.page == COMPARED]
-    assert [(one.releases, one.carries, one.lost) for one in both] == 2 * [(THREE, True, False)], (
-        "figures that the page has of the new one too are not lost"
-    )
-
-
-def test_a_page_is_one_line_that_says_which_releases_it_has_figures_of():
-    found = {one.page: one for one in pages(upgraded("triton==3.6.0", "triton==3.8.0", "cuda:sm_90").figures)}
-    assert len(found) == len({one.page for one in read_published_results()}), "one line a page"
-    said = {page: page_line(one) for page, one in found.items()}
-    assert said[COMPARED] == f"carries over: has figures of {', '.join(THREE)} on cuda:sm_90"
-    small = f"of {', '.join(THREE)} for small problems of float32"
-    others = "of triton==3.6.0 alone for dense, decode"
-    assert said["docs/performance.md"].startswith(f"carries over in part: has figures on cuda:sm_90 {small}; {others}")
-    assert said["docs/performance/training.md"] == (
-        "does not carry over: has figures on cuda:sm_90 of triton==3.6.0 alone for gradients"
-    )
-    back = pages(upgraded("triton==3.8.0", "triton==3.6.0", "cuda:sm_90").figures)
-    assert all(one.carries and not one.in_part for one in back)
-
-
-def test_figures_that_a_page_has_of_the_old_compiler_alone_are_lost(monkeypatch):
-    known = read_published_results()
-    part = tuple(one for one in known if (one.what[:9], one.toolchain) != ("gradients", "triton==3.9.0"))
-    assert len(part) == len(known) - 1
-    monkeypatch.setattr(registry_changes, "read_published_results", lambda: part)
-    both = [one for one in upgraded("triton==3.6.0", "triton==3.9.0", "cuda:sm_90").figures if one.page == COMPARED]
-    assert {(one.what[:9], one.measured_with) for one in both if one.lost} == {
-        ("gradients", "triton==3.6.0, triton==3.8.0")
-    }
 
 
 def test_a_plan_that_keeps_its_path_and_changes_its_schedule_is_told(monkeypatch):
@@ -224,39 +183,6 @@ def test_a_plan_that_keeps_its_path_and_changes_its_schedule_is_told(monkeypatch
     made = upgraded("triton==3.6.0", "triton==3.9.0", "cuda:sm_90")
     (line,) = {one.differs[0].partition(":")[0] for one in made.moved if one.before == variant.name}
     assert line == "keys"
-
-
-def test_pages_with_figures_are_listed_with_the_compiler_that_they_name():
-    pages = [DOCS / "performance.md", *sorted((DOCS / "performance").rglob("*.md"))]
-    named = {}
-    for page in pages:
-        found = re.search(r"[Tt]riton(?: |==)(\d+\.\d+\.\d+)", page.read_text(encoding="utf-8"))
-        if found:
-            named[page.relative_to(ROOT).as_posix()] = {f"triton=={found[1]}"}
-    compared = json.loads((DOCS / "performance" / "releases.json").read_text(encoding="utf-8"))["releases"]
-    named[COMPARED] = {one["toolchain"] for one in compared}
-    text = (DOCS / "performance.md").read_text(encoding="utf-8")
-    small = text.partition("\n## Small problems of float32\n")[2].partition("\n## ")[0]  # it names more than one
-    named["docs/performance.md"] |= {f"triton=={release}" for release in re.findall(r"\b3\.\d+\.\d+\b", small)}
-    assert len(named) >= 5
-    listed = {}
-    for one in read_published_results():
-        listed.setdefault(one.page, set()).add(one.toolchain)
-    assert named == listed
-
-
-@pytest.mark.parametrize(
-    ("file", "of"),
-    [("results.json", {"docs/performance.md"}),
-     ("host-cost.json", {"docs/performance/host-cost.md"})],
-)  # fmt: skip
-def test_listed_figures_are_those_of_the_results(file, of):
-    found = json.loads((DOCS / "performance" / file).read_text(encoding="utf-8"))
-    runs = found.get("runs", [found])
-    mine = [one for one in read_published_results() if one.page in of and not one.what.startswith("small")]
-    assert {one.page for one in mine} == of
-    assert {one.toolchain for one in mine} == {run["toolchain"] for run in runs}
-    assert {str(one.date) for one in mine} == {run["date"][:10] for run in runs}
 
 
 def test_versions_as_they_are_given():
