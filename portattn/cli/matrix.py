@@ -55,7 +55,7 @@ def run(
     out: Path, quick: bool, full: bool, targets: tuple[str, ...], problems: tuple[str, ...], toolchain: tuple[str, ...],
     all_toolchains: bool, create: bool, ascend_python: str | None, jobs: int, seconds: float, resume: bool,
     emulate: bool, run_ptx_compat: bool | None, host: str | None, baseline: Path | None, fail_on: tuple[str, ...],
-    expected: Path | None, junit: Path | None, as_json: bool,
+    expected: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Make every cell, and write results.jsonl and index.html into --out.
 
@@ -70,7 +70,6 @@ def run(
     from portattn.cli.lab import create_or_fail
     from portattn.cli.output import ProgressCounter
     from portattn.errors import ArgumentError
-    from portattn.files import takes_no_file
     from portattn.planning.registry import devices
     from portattn.testing.executor import lacks
     from portattn.tools.compare import sides
@@ -85,8 +84,6 @@ def run(
     red = matrix_compare.red_kinds(fail_on, "matrix run", baseline is not None)
     listed = matrix_compare.expected_of(expected)
     before = sides.baseline(baseline, which)
-    if junit and (why := takes_no_file(junit)):
-        raise ArgumentError("matrix run", "--junit", str(junit), f"cannot be written: {why}")
     ascend = select.toolchain_of(ascend_python) if ascend_python else None
     tell_unknown(select.toolchains(toolchain))
     globs, names = select.globs(targets), select.commas(problems)
@@ -142,7 +139,6 @@ def run(
     if before is not None and not interrupted:
         changes = asked_for.compared(before, snapshot(made, cells, str(out)))
     verdict = of_run(made, cells, fail_on=red, expected=listed, changes=changes, whole=False)
-    matrix_compare.write_junit(junit, made, cells, verdict)
     _tell(made, cells, verdict, out, as_json, interrupted)
 
 

@@ -1,6 +1,6 @@
 """`portattn matrix diff|merge|export|baseline|check|log|site`, and options and output shared with other commands.
 
-Runs of the matrix compared, joined, kept and shown; a run's page, its verdict, JUnit XML and exit status."""
+Runs of the matrix compared, joined, kept and shown; a run's page, its verdict and exit status."""
 
 from __future__ import annotations
 
@@ -100,14 +100,12 @@ cell_options = options(
 today_option = options(
     ("--today", {"type": click.DateTime(["%Y-%m-%d"])}, "The day that expiry dates are compared with.")
 )
-_verdict_files = options(
-    ("--expected", FILE, "The expected failures (docs/ci.md)."), ("--junit", FILE, "Write the verdict as JUnit XML.")
-)
+_expected_option = options(("--expected", FILE, "The expected failures (docs/ci.md)."))
 
 
 def verdict_options(function: F) -> F:
     changes = "note, not_run; and, of changes since the baseline, new, facts, quirks, won"
-    return fail_on_option(changes)(_verdict_files(function))
+    return fail_on_option(changes)(_expected_option(function))
 
 
 def one_set(op: str, quick: bool, full: bool) -> None:
@@ -130,14 +128,6 @@ def expected_of(path: Path | None) -> tuple[ExpectedFailure, ...]:
     from portattn.tools.compare import verdict
 
     return verdict.read(path) if path else ()
-
-
-def write_junit(path: Path | None, run: Run, cells: Sequence[Cell], verdict: Verdict) -> None:
-    from portattn.tools.compare.verdict import as_junit
-    from portattn.tools.matrix.results import write_data
-
-    if path:
-        write_data(path, as_junit(run, cells, verdict))
 
 
 def show(verdict: Verdict) -> None:
@@ -352,7 +342,7 @@ def baseline(run: Path, file: Path, as_json: bool) -> None:
 @json_option
 def check(
     run: Path, against: Path | None, partial: bool, today: datetime.datetime | None, fail_on: tuple[str, ...],
-    expected: Path | None, junit: Path | None, as_json: bool,
+    expected: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Say whether a finished run is all right: red cells, expected failures, and what was lost since a baseline.
 
@@ -375,7 +365,6 @@ def check(
         changes = compare(before, after, _counts(op, "--baseline", before, after, partial))
     day = today.date() if today else None
     verdict = of_run(made, cells, fail_on=red, expected=listed, changes=changes, today=day)
-    write_junit(junit, made, cells, verdict)
     if as_json:
         emit_json({"cells": len(cells), "planned": len(made.cells)} | document(verdict))
     else:

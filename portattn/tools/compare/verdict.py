@@ -1,4 +1,4 @@
-"""Judge a run by its cells, its expected failures (TOML) and its losses since another run; also as JUnit XML."""
+"""Judge a run by its cells, its expected failures (TOML) and its losses since another run."""
 
 import datetime
 import fnmatch
@@ -6,7 +6,6 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
-from xml.etree import ElementTree
 
 import msgspec
 
@@ -14,8 +13,7 @@ from portattn.errors import ArgumentError, DataError
 from portattn.schema import toml_reader
 from portattn.tools import run_log
 from portattn.tools.compare.changes import KINDS, LOST, Change, Diff, Place
-from portattn.tools.matrix.cells import RED, Cell, Run, word
-from portattn.tools.matrix.cells import entry as snapshot_entry
+from portattn.tools.matrix.cells import RED, Cell, Run
 
 Failing = Literal["FAIL", "ERROR", "TIMEOUT", "CRASH", "NOTE", "NOT_RUN"]
 
@@ -193,83 +191,3 @@ def _of_change(change: Change, cell: Cell | None, red: Collection[str], explaine
 
 
 FAIL_ON = (*STATUSES, *KINDS)  # what --fail-on can name
-
-
-# What XML 1.0 cannot hold, escaped or not: a compiler's output may have it.
-_ILLEGAL = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-FAILURES = ("FAIL", "PASS", "NOTE", "NOT_RUN")  # any other status is an error of the compiler, not of its code
-WHOLE = "whole run"  # the suite of findings about no column
-
-
-def as_junit(run: Run, cells: Sequence[Cell], verdict: Verdict) -> bytes:
-    """Return JUnit XML: a case fails if the verdict has a finding about it; a NOTE or NOT_RUN is skipped."""
-    found: dict[tuple[str, str, str], list[RunFinding]] = {}
-    for finding in verdict.findings:
-        found.setdefault(finding.place, []).append(finding)
-    suites: dict[str, list[ElementTree.Element]] = {}
-    for cell in sorted(cells, key=lambda c: c.index):
-        mine = found.pop(cell.place, [])
-        suites.setdefault(f"{cell.target} {cell.toolchain}", []).append(_case(cell, mine, verdict))
-    for (target, toolchain, name), findings in found.items():  # cells that are gone, and the run as a whole
-        column = f"{target} {toolchain}".strip() or WHOLE
-        case = _element("testcase", classname=column, name=name or findings[0].kind, time="0")
-        _failed(case, "failure", findings, "")
-        suites.setdefault(column, []).append(case)
-    root = _element("testsuites", name="portattn matrix")
-    _count(root, [case for cases in suites.values() for case in cases])
-    for name, cases in suites.items():
-        suite = ElementTree.SubElement(root, "testsuite", {"name": name, "timestamp": run.date.isoformat()})
-        _count(suite, cases)
-        properties = ElementTree.SubElement(suite, "properties")
-        for key, value in _properties(run).items():
-            ElementTree.SubElement(properties, "property", {"name": key, "value": _clean(value)})
-        suite.extend(cases)
-    ElementTree.indent(root)
-    return ElementTree.tostring(root, encoding="utf-8", xml_declaration=True) + b"\n"
-
-
-def _case(cell: Cell, findings: list[RunFinding], verdict: Verdict) -> ElementTree.Element:
-    seen = snapshot_entry(cell)
-    column = f"{cell.target} {cell.toolchain}"
-    case = _element("testcase", classname=column, name=cell.name, time=f"{cell.seconds:.3f}")
-    expected = verdict.expected.get(cell.id)
-    if findings:
-        red = any(finding.kind == "red" for finding in findings)
-        _failed(case, "failure" if not red or cell.status in FAILURES else "error", findings, cell.log)
-    elif expected is not None:
-        said = f"expected to fail until {expected.expires} ({expected.owner}): {expected.reason}"
-        ElementTree.SubElement(case, "skipped", {"message": _clean(said)})
-    elif cell.status != "PASS":
-        ElementTree.SubElement(case, "skipped", {"message": _clean(f"{cell.status}: {cell.reason}")})
-    output = ElementTree.SubElement(case, "system-out")
-    output.text = _clean(f"{word(seen)}, path {seen.path or 'none'}, cell {cell.id}")
-    return case
-
-
-def _failed(case: ElementTree.Element, kind: str, findings: Sequence[RunFinding], log: str) -> None:
-    first = findings[0]
-    failed = ElementTree.SubElement(case, kind, {"type": first.kind, "message": _clean(first.text)})
-    lines = [line for one in findings for line in (one.text, *(f"cause: {cause}" for cause in one.causes))]
-    failed.text = _clean("\n".join(filter(None, (*lines, log))))
-
-
-def _count(element: ElementTree.Element, cases: Sequence[ElementTree.Element]) -> None:
-    element.set("tests", str(len(cases)))
-    for name, tag in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
-        element.set(name, str(sum(case.find(tag) is not None for case in cases)))
-    element.set("time", f"{sum(float(case.get('time', '0')) for case in cases):.3f}")
-
-
-def _properties(run: Run) -> dict[str, str]:
-    found = {"command": run.command, "portattn": run.portattn, "kernels": run.kernels}
-    for number, identity in enumerate(run.identities):
-        found |= {f"commit.{number}": identity.code(), f"host.{number}": str(identity.host)}
-    return found
-
-
-def _element(tag: str, **attributes: str) -> ElementTree.Element:
-    return ElementTree.Element(tag, {name: _clean(value) for name, value in attributes.items()})
-
-
-def _clean(text: str) -> str:
-    return _ILLEGAL.sub("\N{REPLACEMENT CHARACTER}", text)

@@ -1,14 +1,12 @@
 """Whether a run is all right: what is red by itself, what --fail-on adds, and what is excused."""
 
 import datetime
-from xml.etree import ElementTree
 
 import msgspec
 import pytest
 
 from portattn.errors import ArgumentError
 from portattn.testing.findings import KernelFacts, Numerics
-from portattn.tools.compare import verdict as matrix_verdict
 from portattn.tools.compare.changes import compare
 from portattn.tools.compare.verdict import FAIL_ON, STATUSES, ExpectedFailure, of_run, words
 from portattn.tools.matrix.cells import PlanSummary
@@ -95,18 +93,7 @@ def test_words_of_fail_on():
         words(["nott"], "matrix report", STATUSES)
 
 
-def test_junit_is_xml_whatever_a_compiler_printed(run_of, cells):
-    made, cells = run_of(cells)
-    root = ElementTree.fromstring(matrix_verdict.as_junit(made, cells, of_run(made, cells)))
-    text = next(root.iter("error")).text
-    assert "\N{REPLACEMENT CHARACTER}[31mred" in text
-    assert "</a>" in text
-
-
 def test_cells_that_are_missing_are_red_in_a_finished_run(run_of, cell):
     made, cells = run_of([cell(), cell(target="rocm:gfx942")])
     assert kinds(of_run(made, cells[:1])) == ["interrupted"]
     assert kinds(of_run(made, cells[:1], whole=False)) == []
-    root = ElementTree.fromstring(matrix_verdict.as_junit(made, cells[:1], of_run(made, cells[:1])))
-    (case,) = (case for case in root.iter("testcase") if case.get("classname") == matrix_verdict.WHOLE)
-    assert "interrupted" in case.find("failure").get("message")
