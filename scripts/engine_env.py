@@ -1,9 +1,8 @@
 """Environments of vLLM, SGLang, diffusers and torch_npu, in which tests/engines/<name> run against the real engine.
 
-    python scripts/engine_env.py make vllm==0.33.0 [--seconds 600] [--json]
+    python scripts/engine_env.py make vllm==0.33.0 [--seconds 600]
     python scripts/engine_env.py test vllm-0.33.0 [pytest arguments]
-    python scripts/engine_env.py list [--json | --newest]
-    python scripts/engine_env.py remove vllm-0.33.0
+    python scripts/engine_env.py list [--newest]
 
 An environment in ${ENGINES_HOME:-~/.cache/portattn/engines} has exact versions,
 tests/engines/requirements/<name>-<version>.txt, without their dependencies: CUDA's libraries have several GB. torch is
@@ -14,7 +13,6 @@ Exit status: 0 done; 1 bad arguments, or what `test` found; 3 the environment ca
 """
 
 import argparse
-import errno
 import hashlib
 import json
 import os
@@ -32,7 +30,7 @@ from pathlib import Path
 
 from portattn.files import write_whole
 from portattn.schema import toml_reader
-from portattn.tools.lab.creating import CommandError, Commands, Say
+from portattn.tools.lab.creating import CommandError, Commands, quiet
 from portattn.tools.lab.folders import MAKING, LabError, discard, interpreter, lock, sweep
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,22 +40,12 @@ SIZE = 3000  # megabytes while an environment is made, where its list says nothi
 BAD, CANNOT, INTERRUPTED = 1, 3, 130
 SECONDS = 600.0  # for one environment, its downloads included
 TRY_SECONDS = 300.0  # to import an engine for the first time
-TOLD_SECONDS = 5.0  # between two lines of progress
 _EXACT = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?:\[[a-z0-9,-]+\])?==([A-Za-z0-9][A-Za-z0-9.+!_-]*)")
 _SETTING = re.compile(r"#: (size|try|env) (.+)")
-_LEFT = {  # of a command that was interrupted
-    "make": "; nothing is left of it",
-    "remove": "; the same again removes what is left",
-    "test": "; the environment stays as it was",
-}
 
 
 class Refused(Exception):
     """An argument is wrong."""
-
-
-class CannotBeMade(Exception):
-    """The environment cannot be made on this machine, or not in time; the text says why."""
 
 
 @dataclass
@@ -87,12 +75,8 @@ class Recipe:
             return "absent"
         try:
             marker = json.loads((self.folder / MARKER).read_text())
-        except FileNotFoundError:
-            return f"broken: no {MARKER}"
         except (OSError, ValueError) as error:
             return f"broken: {MARKER}: {error}"
-        if not os.access(interpreter(self.folder), os.X_OK):
-            return "broken: its Python is gone"
         return "made" if marker.get("list") == self.digest else "outdated: its list has changed"
 
 
@@ -151,54 +135,44 @@ def recipe(text: str) -> Recipe:
 
 
 def make(one: Recipe, seconds: float) -> bool:
-    """Make an environment unless it is there; return whether it was made now. CannotBeMade leaves nothing behind."""
+    """Make an environment unless it is there; return whether it was made now. LabError leaves nothing behind."""
     deadline = time.monotonic() + seconds
-    try:
-        with lock(one.folder, seconds, setting="ENGINES_HOME"):
-            if one.state == "made":
-                return False
-            if one.state != "absent":
-                tell(f"{one.folder.name}: {one.state}: made again")
-            sweep(one.folder)
-            free = _free()
-            if free < one.size:
-                needs = f"needs {one.size} MB while it is made, and {root()} has {free} MB left"
-                raise CannotBeMade(f"{one.folder.name}: {needs}; ENGINES_HOME names another folder")
-            _build(one, deadline, seconds)
-    except LabError as error:
-        raise CannotBeMade(str(error)) from None
-    except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        why = _full() if full else f"{error.filename or root()}: {error.strerror or error}"
-        raise CannotBeMade(f"{one.folder.name}: {why}") from None
+    with lock(one.folder, seconds, setting="ENGINES_HOME"):
+        if one.state == "made":
+            return False
+        sweep(one.folder)
+        free = shutil.disk_usage(root()).free // 1_000_000
+        if free < one.size:
+            needs = f"needs {one.size} MB while it is made, and {root()} has {free} MB left"
+            raise LabError(f"{one.folder.name}: {needs}; ENGINES_HOME names another folder")
+        try:
+            _build(one, deadline)
+        except CommandError as error:
+            late = f"not made within {seconds:.0f} s (--seconds allows more); " if error.late else ""
+            raise LabError(f"{one.folder.name}: {late}{error}") from None
+        except OSError as error:
+            raise LabError(f"{one.folder.name}: {error.filename or root()}: {error.strerror or error}") from None
     return True
 
 
-def _free() -> int:
-    return shutil.disk_usage(root()).free // 1_000_000
-
-
-def _full() -> str:
-    return f"the disk is full: {root()} has {_free()} MB left; ENGINES_HOME names another folder"
-
-
-def _build(one: Recipe, deadline: float, seconds: float) -> None:
+def _build(one: Recipe, deadline: float) -> None:
     making = root() / f"{MAKING}{one.folder.name}-{secrets.token_hex(4)}"
     temporary = making / "tmp"  # pip's, on the same disk, and gone with the rest
     python = str(interpreter(making))
     pip = [sys.executable, "-m", "pip", "--python", python, "--no-input", "install", "--no-deps", "--only-binary"]
     options = [":all:", "--progress-bar", "off", "--no-warn-script-location", "--no-compile", *one.packages]
     elsewhere = ("PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_USER", "PIP_QUIET", "PIP_CONSTRAINT")
-    variables = {"TMPDIR": str(temporary), "PYTHONUNBUFFERED": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    variables = {"TMPDIR": str(temporary), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     of_pip = {name: value for name, value in one.environment(**variables).items() if name not in elsewhere}
+    run = Commands().run
     try:
         temporary.mkdir(parents=True)
         tell(f"{one.folder.name}: {len(one.packages)} packages, into {one.folder}")
-        run([sys.executable, "-I", "-m", "venv", "--without-pip", str(making)], one, deadline, seconds, of_pip)
-        run([*pip, *options], one, deadline, seconds, of_pip, _progress(one))
+        run([sys.executable, "-I", "-m", "venv", "--without-pip", str(making)], quiet, of_pip, until=deadline)
+        run([*pip, *options], tell, of_pip, until=deadline)
         tell(f"{one.folder.name}: trying it: {one.trial}")
         trial_ends = min(deadline, time.monotonic() + TRY_SECONDS)
-        run([python, "-c", one.trial], one, trial_ends, seconds, one.environment(), folder=temporary)
+        run([python, "-c", one.trial], quiet, one.environment(), temporary, trial_ends)
         shutil.rmtree(temporary)
         for script in (making / "bin").iterdir():  # they hold the name under which they were installed
             if not script.name.startswith("python"):
@@ -212,44 +186,6 @@ def _build(one: Recipe, deadline: float, seconds: float) -> None:
         shutil.rmtree(making, ignore_errors=True)
 
 
-def _progress(one: Recipe) -> Say:
-    """Return a teller of pip's current package, every few seconds."""
-    count, told, begun = 0, 0.0, time.monotonic()
-
-    def say(line: str) -> None:
-        nonlocal count, told
-        package = line.startswith(("Collecting ", "Requirement already"))
-        count += package
-        now = time.monotonic()
-        if package and now - told > TOLD_SECONDS:
-            told = now
-            tell(f"{one.folder.name}: {now - begun:.0f} s: {count} of {len(one.packages)}: {line.split()[1]}")
-        elif line.startswith("Installing collected") or (line.startswith("Downloading") and "MB" in line):
-            tell(f"{one.folder.name}: {now - begun:.0f} s: {line.split(':')[0] if 'collected' in line else line}")
-
-    return say
-
-
-def run(
-    command: list[str], one: Recipe, deadline: float, seconds: float, environment: dict[str, str],
-    say: Say = lambda line: None, folder: Path | None = None,
-) -> None:  # fmt: skip
-    """Run a program until the deadline. Raises CannotBeMade with the last lines that it printed."""
-    try:
-        Commands().run(command, say, environment, folder, until=deadline)
-    except CommandError as error:
-        text = "\n".join(error.lines)
-        if error.late:
-            last = f"; last: {error.lines[-1].strip()}" if error.lines else ""
-            why = f"not made within {seconds:.0f} s (--seconds allows more){last}"
-        elif "No space left on device" in text or "Errno 28" in text:
-            why = _full()
-        else:
-            what = "pip" if "pip" in command else command[-1] if "-c" in command else "venv"
-            why = "\n  ".join([f"{what}: {error.why}", *(x for x in error.lines if not x.startswith("WARNING"))])
-        raise CannotBeMade(f"{one.folder.name}: {why}") from None
-
-
 # ------------------------------------------------------------------------------------------------ using
 
 
@@ -257,7 +193,7 @@ def test(one: Recipe, arguments: list[str]) -> int:
     """Run tests/engines/<name> in the environment; return pytest's exit status."""
     if one.state != "made":
         again = f"`python scripts/engine_env.py make {one.name}=={one.version}` makes it"
-        raise CannotBeMade(f"{one.folder.name}: its environment is {one.state}; {again}")
+        raise LabError(f"{one.folder.name}: its environment is {one.state}; {again}")
     named = any(argument.split("::")[0].startswith("tests") for argument in arguments)
     tests = [] if named else [f"tests/engines/{one.name}"]
     with tempfile.TemporaryDirectory(prefix="portattn-engine-") as temporary:
@@ -282,15 +218,6 @@ def _distribution(folder: Path) -> None:
     (described / "entry_points.txt").write_text("\n".join(groups))
 
 
-def remove(one: Recipe) -> None:
-    """Remove an environment and leftovers of making it. Raises Refused if there is none."""
-    with lock(one.folder, 0, setting="ENGINES_HOME"):
-        sweep(one.folder)
-        if not one.folder.exists():
-            raise Refused(f"{one.folder.name}: there is no environment in {root()}")
-        discard(one.folder)
-
-
 def tell(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
@@ -303,15 +230,11 @@ def parser() -> argparse.ArgumentParser:
     make_ = commands.add_parser("make", help="make an environment; one that is there stays")
     make_.add_argument("engine", metavar="NAME==VERSION")
     make_.add_argument("--seconds", type=float, default=SECONDS, help="for all of it (%(default).0f)")
-    make_.add_argument("--json", action="store_true", help="print the result as JSON")
     test_ = commands.add_parser("test", help="run the engine's tests in its environment")
     test_.add_argument("engine", metavar="NAME-VERSION")
     test_.add_argument("arguments", nargs=argparse.REMAINDER, metavar="PYTEST ARGUMENTS")
     list_ = commands.add_parser("list", help="the environments that can be made, and which are")
-    list_.add_argument("--json", action="store_true", help="print the result as JSON")
     list_.add_argument("--newest", action="store_true", help="only NAME==VERSION of the newest of each engine")
-    remove_ = commands.add_parser("remove", help="remove an environment")
-    remove_.add_argument("engine", metavar="NAME-VERSION")
     return made
 
 
@@ -320,45 +243,29 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser().parse_args(arguments)
     try:
         if given.command == "list":
-            return _list(given)
+            tell_list(given.newest)
+            return 0
         one = recipe(given.engine)
         if given.command == "test":
             return test(one, given.arguments)
-        if given.command == "remove":
-            remove(one)
-            print(f"{one.folder.name}: removed")
-        elif given.seconds <= 0:
+        if given.seconds <= 0:
             raise Refused(f"--seconds must be greater than 0, not {given.seconds}")
-        else:
-            new = make(one, given.seconds)
-            told = {"engine": one.folder.name, "folder": str(one.folder), "new": new}
-            text = f"{one.folder.name}: {'made' if new else 'there already'}: {one.folder}"
-            print(json.dumps(told) if given.json else text)
-    except Refused as error:
+        print(f"{one.folder.name}: {'made' if make(one, given.seconds) else 'there already'}: {one.folder}")
+    except (Refused, LabError) as error:
         tell(f"engine_env.py: {error}")
-        return BAD
-    except (CannotBeMade, LabError) as error:
-        tell(f"engine_env.py: {error}")
-        if given.command == "make" and given.json:
-            print(json.dumps({"engine": one.folder.name, "error": str(error)}))
-        return CANNOT
+        return BAD if isinstance(error, Refused) else CANNOT
     except KeyboardInterrupt:
-        tell(f"engine_env.py: {given.command} was interrupted{_LEFT.get(given.command, '')}")
+        tell(f"engine_env.py: {given.command} was interrupted")
         return INTERRUPTED
     return 0
 
 
-def _list(given: argparse.Namespace) -> int:
-    if given.newest:
-        newest = {name.rpartition("-")[0]: name.rpartition("-")[2] for name in known()}  # the last of each stays
-        print("\n".join(f"{engine}=={version}" for engine, version in newest.items()))
-        return 0
-    states = {name: recipe(name).state for name in known()}
-    if given.json:
-        print(json.dumps({"folder": str(root()), "engines": states}, indent=1))
-    else:
-        print("\n".join([*(f"{name:24} {found}" for name, found in states.items()), f"in {root()}"]))
-    return 0
+def tell_list(newest: bool) -> None:
+    if newest:
+        found = {name.rpartition("-")[0]: name.rpartition("-")[2] for name in known()}  # the last of each stays
+        print("\n".join(f"{engine}=={version}" for engine, version in found.items()))
+        return
+    print("\n".join([*(f"{name:24} {recipe(name).state}" for name in known()), f"in {root()}"]))
 
 
 if __name__ == "__main__":

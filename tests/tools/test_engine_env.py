@@ -79,9 +79,9 @@ def test_made_once(script, tmp_path, capfd):
     listed(script)
     assert script.main(["list"]) == 0
     assert re.search(r"toy-1.0 +absent", capfd.readouterr().out)
-    assert script.main(["make", "toy==1.0", "--json"]) == 0
+    assert script.main(["make", "toy==1.0"]) == 0
     told = capfd.readouterr()
-    assert json.loads(told.out)["new"] is True
+    assert "toy-1.0: made: " in told.out
     assert "5 packages" in told.err
     folder = tmp_path / "engines" / "toy-1.0"
     assert made(tmp_path) == ["toy-1.0"]
@@ -93,12 +93,10 @@ def test_made_once(script, tmp_path, capfd):
     assert (folder / script.MARKER).stat().st_mtime_ns == before
     # Another list is another environment.
     listed(script, lines="# changed")
-    assert script.main(["list", "--json"]) == 0
-    assert json.loads(capfd.readouterr().out)["engines"] == {"toy-1.0": "outdated: its list has changed"}
+    assert script.main(["list"]) == 0
+    assert re.search(r"toy-1.0 +outdated: its list has changed", capfd.readouterr().out)
     assert script.main(["make", "toy==1.0"]) == 0
     assert (folder / script.MARKER).stat().st_mtime_ns != before
-    assert (script.main(["remove", "toy-1.0"]), made(tmp_path)) == (0, [])
-    assert script.main(["remove", "toy-1.0"]) == script.BAD
 
 
 def test_tests_see_the_checkout(script, capfd):
@@ -133,17 +131,9 @@ def test_tests_see_the_checkout(script, capfd):
 )  # fmt: skip
 def test_what_cannot_be_made_leaves_nothing(script, tmp_path, capfd, head, lines, options, reason):
     listed(script, head=head, lines=lines)
-    assert script.main(["make", "toy==1.0", "--json", *options]) == script.CANNOT
-    assert re.search(reason, json.loads(capfd.readouterr().out)["error"])
+    assert script.main(["make", "toy==1.0", *options]) == script.CANNOT
+    assert re.search(reason, capfd.readouterr().err)
     assert made(tmp_path) == []
-
-
-def test_a_full_disk_is_one_clear_error(script, tmp_path):
-    listed(script)
-    (tmp_path / "engines").mkdir()
-    says = "import sys; print('a line'); sys.exit('ERROR: [Errno 28] No space left on device')"
-    with pytest.raises(script.CannotBeMade, match=r"^toy-1.0: the disk is full: .* has \d+ MB left; ENGINES_HOME"):
-        script.run([sys.executable, "-c", says], script.recipe("toy-1.0"), float("inf"), 1, {})
 
 
 def test_bad_input(script, capfd):
@@ -182,32 +172,14 @@ def test_ended_while_making(script, tmp_path, capfd, kill):
     _, told = process.communicate(timeout=30)
     if kill is signal.SIGTERM:
         assert process.returncode == script.INTERRUPTED
-        assert "make was interrupted; nothing is left of it" in told
+        assert "make was interrupted" in told
         assert made(tmp_path) == []
     else:
         assert all(name.startswith(script.MAKING) for name in made(tmp_path))
-    assert script.main(["list", "--json"]) == 0
-    assert json.loads(capfd.readouterr().out)["engines"] == {"toy-1.0": "absent"}
+    assert script.recipe("toy-1.0").state == "absent"
     listed(script)
     assert script.main(["make", "toy==1.0"]) == 0
     assert made(tmp_path) == ["toy-1.0"]
-
-
-def test_ended_while_testing(script, capfd, monkeypatch):
-    def ended(*_, **__):
-        signal.raise_signal(signal.SIGTERM)
-        return 0
-
-    before = signal.getsignal(signal.SIGTERM)
-    listed(script)
-    assert script.main(["make", "toy==1.0"]) == 0
-    monkeypatch.setattr(script.subprocess, "run", ended)
-    try:
-        assert script.main(["test", "toy-1.0"]) == script.INTERRUPTED
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert "engine_env.py: test was interrupted; the environment stays as it was" in capfd.readouterr().err
-    assert script.recipe("toy-1.0").state == "made"
 
 
 def test_newest_and_every_list(script, capfd, monkeypatch):
