@@ -4,11 +4,9 @@ import contextlib
 import math
 import os
 import sys
-import threading
 import time
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,6 +27,7 @@ from portattn.tools.bench.gate import FAILURES, Admission, DeviceLost, admit, re
 from portattn.tools.bench.results import BenchRun, this_run
 from portattn.tools.bench.rounds import Ceilings, DeviceClock, Spread
 from portattn.tools.bench.tensors import Tensors
+from portattn.tools.lab.creating import OpenWorker, run_in_threads
 from portattn.worker.child import RUNS
 from portattn.worker.client import Worker
 
@@ -366,36 +365,17 @@ def prime_releases(
     seconds: float = math.inf, task: str = "",
 ) -> bool:  # fmt: skip
     """Run every case with every release in `jobs` processes, telling `done` a failure or ""; return whether all ran."""
-    todo = [(release, case) for release in releases for case in spread(cases)]
-    end, stopped = time.monotonic() + seconds, threading.Event()
-    thread, asked = threading.local(), list[ReleaseProcess]()
+    ran, end = 0, time.monotonic() + seconds
+    for release in releases:  # one after the other: `jobs` is how many processes the device's memory holds
 
-    def compiled(release: Release, case: Case) -> str | None:
-        """Return why a case does not run, or ""; None if the time is over. A process is of one release."""
-        process, left = getattr(thread, "process", None), end - time.monotonic()
-        if left <= 0 or stopped.is_set():
-            return None
-        if process is None or process.release != release:
-            if process is not None:
-                process.close()
-            process = thread.process = ReleaseProcess(release, task)
-            asked.append(process)
-            if stopped.is_set():  # since it was looked at: nobody would end the process
-                return None
-        return process.compile(case, backend, core, min(left, PREPARE_S))
+        def compiled(case: Case, opened: OpenWorker, release: Release = release) -> str:
+            process: Any = opened(release, lambda: ReleaseProcess(release, task))
+            return str(process.compile(case, backend, core, min(end - time.monotonic(), PREPARE_S)))
 
-    count = 0
-    with ThreadPoolExecutor(max(min(jobs, len(todo)), 1)) as pool:
-        try:
-            futures = {pool.submit(compiled, *one): one for one in todo}
-            for future in as_completed(futures):
-                failure = future.result()
-                if failure is not None:
-                    count += 1
-                    done(*futures[future], failure)
-        finally:
-            stopped.set()
-            pool.shutdown(wait=False, cancel_futures=True)
-            for process in list(asked):  # where a thread asks one still
-                process.close()
-    return count == len(todo)
+        def told(case: Case, failure: str, release: Release = release) -> None:
+            nonlocal ran
+            ran += 1
+            done(release, case, failure)
+
+        run_in_threads(spread(cases), compiled, jobs, told, lambda: time.monotonic() >= end)
+    return ran == len(releases) * len(cases)

@@ -133,7 +133,7 @@ def isolation_variables() -> dict[str, str | None]:
     return dict.fromkeys(("PYTHONPATH", "PYTHONHOME", "TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH"))
 
 
-OpenWorker = Callable[[Hashable, Callable[[], Worker]], Worker]
+OpenWorker = Callable[[Hashable, Callable[[], Any]], Any]  # of what has a `close`: a Worker, or several in one
 
 
 def run_in_threads(
@@ -144,10 +144,10 @@ def run_in_threads(
 
     `work` gets a function that returns the thread's worker of a key, started by the given function if the thread has
     none. An interrupt or an error kills the workers and drops the other jobs."""
-    local, opened, closed = threading.local(), list[Worker](), threading.Event()
+    local, opened, closed = threading.local(), list[Any](), threading.Event()
 
-    def open_worker(key: Hashable, start: Callable[[], Worker]) -> Worker:
-        own: dict[Any, Worker] = local.__dict__
+    def open_worker(key: Hashable, start: Callable[[], Any]) -> Any:
+        own: dict[Any, Any] = local.__dict__
         if key not in own:
             if closed.is_set():
                 raise CancelledError("the run has ended")
