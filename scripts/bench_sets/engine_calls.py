@@ -1,4 +1,4 @@
-"""Engines' adapters and masks, each beside what runs there without portattn: flash_attn, diffusers, FlexAttention."""
+"""diffusers' adapter beside its native backend, and masks beside FlexAttention; how vLLM calls FlashAttention-3."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -6,12 +6,11 @@ from typing import Any
 import torch
 
 import portattn
-from portattn.integrations.flash_attn import flash_attn_func, flash_attn_with_kvcache
 from portattn.tools.bench import peers
 from portattn.tools.bench.contenders import OURS
 from portattn.tools.bench.workloads import Absent, Measure, Row, judge_attention, judge_result, worst
 
-HEADS, KV_HEADS, DIM = 32, 8, 128
+DIM = 128
 SPLITS_IN_GRAPHS = 32  # vLLM's default of flash_attn_max_num_splits_for_cuda_graph
 
 
@@ -26,140 +25,9 @@ class Forward:
         given = self.given | now if now else self.given
         return self.op(*(given[argument.name] for argument in self.op._schema.arguments))
 
-    def prepared(self) -> Any:
-        """Return the call with all arguments fixed: Python adds one call to the operator's own cost."""
-        op, values = self.op, [self.given[argument.name] for argument in self.op._schema.arguments]
-        return lambda: op(*values)
-
     def schedule(self, batch: int, page_size: int | None) -> torch.Tensor:
         """Return the schedule that vLLM's builder computes once a step."""
         return peers.schedule(self.given, batch, page_size)
-
-
-def flash_attn(measure: Measure) -> Iterator[Row]:
-    """The flash_attn module: dense attention, and attention over a cache to which the call appends, beside FA3."""
-    for name, batch, length, causal in (
-        ("flash_attn_func 4 x 4k, causal", 4, 4096, True),
-        ("flash_attn_func 4 x 4k", 4, 4096, False),
-        ("flash_attn_func 16 x 512, causal", 16, 512, True),
-    ):
-        if measure.tiny:
-            batch, length = 2, length // 32
-        if measure.wanted(name):
-            yield from _dense(measure, name, batch, length, causal)
-    for name, batch, room, page in (
-        ("flash_attn_with_kvcache 64 x 8k, append", 64, 8192, None),
-        ("flash_attn_with_kvcache 64 x 8k, append, pages of 256", 64, 8192, 256),
-    ):
-        if measure.tiny:
-            batch, room = 4, 512
-        if measure.wanted(name):
-            yield from _cached(measure, name, batch, room, page)
-
-
-def _dense(measure: Measure, name: str, batch: int, length: int, causal: bool) -> Iterator[Row]:
-    torch.manual_seed(0)
-    q = measure.normal(batch, length, HEADS, DIM)
-    k, v = (measure.normal(batch, length, KV_HEADS, DIM) for _ in range(2))
-
-    def judge(out: torch.Tensor) -> Row:
-        return worst([judge_attention(out[b], q[b], k[b], v[b], causal=causal) for b in (0, batch - 1)])
-
-    runs: dict[str, Any] = {OURS: lambda: flash_attn_func(q, k, v, causal=causal)}
-    judges: dict[str, Any] = {OURS: lambda: judge(runs[OURS]()) | {"path": portattn.last_plan().path}}
-    if peers.has_vllm():  # vllm's build takes packed sequences alone
-        cu = torch.arange(batch + 1, dtype=torch.int32, device=measure.device) * length
-        run = Forward(
-            q=q.flatten(0, 1), k=k.flatten(0, 1), v=v.flatten(0, 1), cu_seqlens_q=cu, cu_seqlens_k=cu,
-            max_seqlen_q=length, max_seqlen_k=length, softmax_scale=DIM**-0.5, is_causal=causal,
-        ).prepared()  # fmt: skip
-        runs["fa3"], judges["fa3"] = run, lambda: judge(run()[0].view_as(q))
-    yield from measure.rows(name, runs, judges, peer="fa3")
-
-
-def _cached(measure: Measure, name: str, batch: int, room: int, page: int | None) -> Iterator[Row]:
-    torch.manual_seed(0)
-    q = measure.normal(batch, 1, HEADS, DIM)
-    k, v = (measure.normal(batch, 1, KV_HEADS, DIM) for _ in range(2))
-    keys, values = (measure.normal(batch, room, KV_HEADS, DIM) for _ in range(2))
-    lengths = torch.full((batch,), room - 1, dtype=torch.int32, device=measure.device)
-    table, count = None, batch * room // (page or room)
-    if page:
-        table = torch.randperm(count, dtype=torch.int32, device=measure.device).view(batch, room // page)
-
-    def as_cache(rows_of: torch.Tensor) -> torch.Tensor:
-        if table is None:
-            return rows_of.clone()
-        return rows_of.reshape(count, page, KV_HEADS, DIM)[torch.argsort(table.flatten().long())].contiguous()
-
-    caches = as_cache(keys), as_cache(values)
-
-    def dense(cache: torch.Tensor) -> torch.Tensor:
-        return cache if table is None else cache[table.long()].flatten(1, 2)
-
-    def ours() -> torch.Tensor:
-        return flash_attn_with_kvcache(
-            q, *caches, k, v, cache_seqlens=lengths, causal=True, **({} if table is None else {"block_table": table})
-        )
-
-    def judge(out: torch.Tensor) -> Row:
-        """Check out and the cache: the new row in its place, everything else unchanged."""
-        found = []
-        now = [dense(cache) for cache in caches]
-        for b, length in enumerate(lengths.tolist()):
-            rows_k, rows_v = (torch.cat([old[b, :length], new[b]]) for old, new in ((keys, k), (values, v)))
-            found.append(judge_attention(out[b], q[b], rows_k, rows_v))
-            written = all(
-                torch.equal(cache[b, : length + 1], rows_of)
-                and torch.equal(cache[b, length + 1 :], old[b, length + 1 :])
-                for cache, rows_of, old in zip(now, (rows_k, rows_v), (keys, values), strict=True)
-            )
-            found[-1]["right"] &= written
-        return worst(found)
-
-    def restore() -> None:
-        for cache, old in zip(caches, (keys, values), strict=True):
-            cache.copy_(as_cache(old))
-
-    def judge_ours() -> Row:
-        restore()
-        found = judge(ours()) | {"path": portattn.last_plan().path}
-        replay = _replayed()
-        return found | {
-            "replay": replay, "right": found["right"] and replay["right"], "note": measure.replay_note(replay["right"]),
-        }  # fmt: skip
-
-    def _replayed() -> Row:
-        """Check a graph captured with full caches and replayed with shorter ones."""
-        held: list[torch.Tensor] = []
-        replay = measure.replayed(lambda: held.append(ours()))
-        restore()
-        kept = lengths.clone()
-        lengths.copy_(torch.randint(0, room - 2, (batch,), dtype=torch.int32))
-        lengths[:2] = torch.tensor([0, room - 1], dtype=torch.int32)
-        replay()
-        found = judge(held[-1])
-        lengths.copy_(kept)
-        restore()
-        return found
-
-    runs: dict[str, Any] = {OURS: ours}
-    judges: dict[str, Any] = {OURS: judge_ours}
-    peer = "fa3 without the append"
-    if peers.has_vllm():  # vllm's build appends nothing: it reads a cache that has the new rows already
-        after = lengths + 1
-        run = Forward(
-            q=q[:, 0], k=caches[0], v=caches[1], seqused_k=after, softmax_scale=DIM**-0.5, is_causal=True,
-            cu_seqlens_q=torch.arange(batch + 1, dtype=torch.int32, device=measure.device), max_seqlen_q=1,
-            page_table=table, max_seqlen_k=room,
-        ).prepared()  # fmt: skip
-
-        def judge_peer() -> Row:
-            ours()  # puts the new rows into the cache
-            return judge(run()[0][:, None])
-
-        runs[peer], judges[peer] = run, judge_peer
-    yield from measure.rows(name, runs, judges, peer=peer)
 
 
 SIZE = 128  # of a block

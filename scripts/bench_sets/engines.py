@@ -8,19 +8,19 @@ import engine_vllm
 from portattn.tools.bench.workloads import Absent, Measure, Row
 
 PARTS: dict[str, Callable[[Measure], Iterator[Row]]] = {
-    "vllm": engine_vllm.vllm, "flash_attn": engine_calls.flash_attn, "diffusers": engine_calls.diffusers,
+    "vllm": engine_vllm.vllm,
+    "diffusers": engine_calls.diffusers,
     "masks": engine_calls.masks,
-}  # fmt: skip
+}
 
 
 def engines(measure: Measure) -> Iterator[Row]:
     """Times of the adapters of engines, after their results were checked; a case is named `part: case`.
 
     vllm: Impl.forward of the real adapter over a paged cache (decode, mixed prefill, a float8 cache), beside
-    FlashAttention-3 as vLLM builds it, and the kernel of vLLM's own Triton backend. flash_attn: flash_attn_func, and
-    flash_attn_with_kvcache with an append, beside FlashAttention-3. diffusers: a block of Flux with random weights,
-    4096 + 512 tokens, beside diffusers' native backend (SDPA). masks: attention with lists of blocks beside
-    FlexAttention, and tree masks over a paged cache.
+    FlashAttention-3 as vLLM builds it, and the kernel of vLLM's own Triton backend. diffusers: a block of Flux with
+    random weights, 4096 + 512 tokens, beside diffusers' native backend (SDPA). masks: attention with lists of blocks
+    beside FlexAttention, and tree masks over a paged cache.
 
     What can be captured is replayed from a CUDA graph, with other lengths and pages than at the capture; on a CPU it
     is called again with them. A part needs its engine, or its Python files alone (vLLM); an absent one is named."""

@@ -11,10 +11,8 @@ import torch
 import portattn
 from portattn.cli import main
 from portattn.tools.bench import workloads
-from portattn.worker.own_kernels import load
 
 TREE = ("--set", "engines", "--only", "masks: tree")
-DENSE = ("--set", "engines", "--only", "flash_attn: flash_attn_func 16 x 512")
 
 
 def bench(*arguments):
@@ -33,21 +31,18 @@ def rows_of(*arguments):
     return rows
 
 
-@pytest.mark.parametrize("arguments", [TREE, DENSE], ids=["masks", "flash_attn"])
-def test_results_of_engines_are_checked(arguments):
-    ours = [row for row in rows_of(*arguments) if row["contender"] == "portattn"]
+def test_results_of_engines_are_checked():
+    ours = [row for row in rows_of(*TREE) if row["contender"] == "portattn"]
     assert [row["right"] for row in ours] == [True]
     assert 0 < ours[0]["error"] <= ours[0]["budget"]
     assert "ms" not in ours[0], "without a GPU nothing is timed"
 
 
-def test_what_is_said_of_graphs_and_that_a_cache_is_called_again_on_a_cpu():
+def test_what_is_said_of_graphs():
     for device, done in (("cpu", "called again, without a graph, with"), ("cuda", "replayed with")):
         how = workloads.Measure(device)
         said = [how.replay_note(right) for right in (True, False)]
         assert said == [f"{done} other lengths: right", f"{done} other lengths: WRONG"]
-    (row,) = rows_of("--set", "engines", "--only", "flash_attn_with_kvcache 64 x 8k, append, pages")
-    assert row["note"] == "called again, without a graph, with other lengths: right"
 
 
 def fails(*given, **named):
@@ -56,13 +51,12 @@ def fails(*given, **named):
 
 @pytest.mark.parametrize(("wrong", "said"), [(lambda out: out * 1.5, "WRONG"), (fails, "FAILED RuntimeError")])
 def test_a_contender_that_is_wrong_or_fails(monkeypatch, tmp_path, wrong, said):
-    part = load(str(workloads.FOLDER / "engine_calls.py"))
-    real = part.flash_attn_func
-    monkeypatch.setattr(part, "flash_attn_func", lambda *given, **named: wrong(real(*given, **named)))
-    called = bench(*DENSE, "--tiny", "--out", str(tmp_path))
+    real = portattn.paged_attention
+    monkeypatch.setattr(portattn, "paged_attention", lambda *given, **named: wrong(real(*given, **named)))
+    called = bench(*TREE, "--tiny", "--out", str(tmp_path))
     assert called.exit_code == 1
     assert said in called.stdout
-    assert "WRONG: flash_attn: flash_attn_func 16 x 512, causal, portattn: " in called.stderr
+    assert "WRONG: masks: tree_mask 64 x (16 of 4k), pages of 16, portattn: " in called.stderr
     again = bench("report", str(tmp_path / "engines.json"), "--markdown", str(tmp_path / "table.md"))
     assert again.exit_code == 0
     assert again.stdout.partition("written")[0] == called.stdout.partition("written")[0]
