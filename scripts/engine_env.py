@@ -30,7 +30,7 @@ from pathlib import Path
 
 from portattn.files import write_whole
 from portattn.schema import toml_reader
-from portattn.tools.lab.creating import CommandError, Commands, quiet
+from portattn.tools.lab.creating import CommandError, quiet, run_command
 from portattn.tools.lab.folders import MAKING, LabError, discard, interpreter, lock, sweep
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -164,15 +164,14 @@ def _build(one: Recipe, deadline: float) -> None:
     elsewhere = ("PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_USER", "PIP_QUIET", "PIP_CONSTRAINT")
     variables = {"TMPDIR": str(temporary), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     of_pip = {name: value for name, value in one.environment(**variables).items() if name not in elsewhere}
-    run = Commands().run
     try:
         temporary.mkdir(parents=True)
         tell(f"{one.folder.name}: {len(one.packages)} packages, into {one.folder}")
-        run([sys.executable, "-I", "-m", "venv", "--without-pip", str(making)], quiet, of_pip, until=deadline)
-        run([*pip, *options], tell, of_pip, until=deadline)
+        run_command([sys.executable, "-I", "-m", "venv", "--without-pip", str(making)], quiet, of_pip, until=deadline)
+        run_command([*pip, *options], tell, of_pip, until=deadline)
         tell(f"{one.folder.name}: trying it: {one.trial}")
         trial_ends = min(deadline, time.monotonic() + TRY_SECONDS)
-        run([python, "-c", one.trial], quiet, one.environment(), temporary, trial_ends)
+        run_command([python, "-c", one.trial], quiet, one.environment(), temporary, trial_ends)
         shutil.rmtree(temporary)
         for script in (making / "bin").iterdir():  # they hold the name under which they were installed
             if not script.name.startswith("python"):

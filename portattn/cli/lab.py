@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextvars
 import datetime
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+import functools
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -44,10 +43,9 @@ def list_(as_json: bool) -> None:
 @lab.command()
 @click.argument("toolchains", metavar="NAME==VERSION…", type=param_types.TOOLCHAIN, nargs=-1)
 @click.option("--all", "every", is_flag=True, help="Every toolchain that `portattn lab list` names.")
-@click.option("--jobs", type=click.IntRange(1, 16), default=1, show_default=True, help="Environments made at a time.")
 @click.option("--python", metavar="PATH", help="The Python to make them with; one that fits is found otherwise.")
 @json_option
-def create(toolchains: tuple[str, ...], every: bool, jobs: int, python: str | None, as_json: bool) -> None:
+def create(toolchains: tuple[str, ...], every: bool, python: str | None, as_json: bool) -> None:
     """Make environments: the compiler alone, installed by pip, 140 to 730 MB each. Those that are there stay.
 
     Any version that the package index has can be named, such as triton==3.3.0. An interrupted or failed creation
@@ -61,7 +59,7 @@ def create(toolchains: tuple[str, ...], every: bool, jobs: int, python: str | No
         limit = "name toolchains as NAME==VERSION, or give --all" if not every else "goes without toolchains"
         raise ArgumentError("lab create", "--all", every, limit)
     names = list(dict.fromkeys(map(canonical, listed() if every else toolchains)))
-    made, failed = create_all(names, jobs, python)
+    made, failed = create_all(names, python)
     if as_json:
         errors = [{"toolchain": name, "error": text} for name, text in failed.items()]
         emit_json({"environments": [_details(environment) for environment in made], "failed": errors})
@@ -103,53 +101,37 @@ def create_or_fail(names: list[str]) -> None:
         raise LabError("\n".join(failed.values()))
 
 
-def create_all(names: list[str], jobs: int = 1, python: str | None = None) -> tuple[list[Environment], dict[str, str]]:
+def create_all(names: list[str], python: str | None = None) -> tuple[list[Environment], dict[str, str]]:
     """Make environments with progress; return the made ones, and the others' error texts by name."""
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     from portattn.tools.lab import LabError, creating
-    from portattn.tools.lab.creating import Commands
 
-    commands = Commands()
     made: dict[str, Environment] = {}
     failed: dict[str, str] = {}
-    pool = ThreadPoolExecutor(jobs, thread_name_prefix="lab")
     console = Console(stderr=True)
     columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
     with Progress(*columns, console=console, disable=not console.is_terminal) as shown:
-        tasks: dict[str, TaskID] = {}
 
-        def tell(name: str, text: str, completed: int = 0) -> None:
+        def tell(task: TaskID, name: str, text: str, completed: int = 0) -> None:
             if console.is_terminal:
-                shown.update(tasks[name], completed=completed, description=f"{name}: {text[:100]}")
+                shown.update(task, completed=completed, description=f"{name}: {text[:100]}")
             else:
                 click.echo(f"{name}: {text}", err=True)
 
-        def make(name: str) -> Environment:
-            tasks[name] = shown.add_task(name, total=1)
-            return creating.create(name, lambda text: tell(name, text), python=python, commands=commands)
-
-        # With this thread's settings.
-        running = {pool.submit(contextvars.copy_context().run, make, name): name for name in names}
-        try:
-            while running:
-                for future in wait(running, return_when=FIRST_COMPLETED).done:
-                    name = running.pop(future)
-                    try:
-                        made[name] = future.result()
-                        tell(name, "ready", 1)
-                    except LabError as error:
-                        failed[name] = str(error)
-                        tell(name, "failed", 1)
-        except KeyboardInterrupt:
-            click.echo("interrupted; nothing half made is left", err=True)
-            raise click.exceptions.Exit(INTERRUPTED) from None
-        finally:
-            if running:
-                commands.stop()
-            pool.shutdown(cancel_futures=True)
-    return [made[name] for name in names if name in made], failed
+        for name in names:
+            told = functools.partial(tell, shown.add_task(name, total=1), name)
+            try:
+                made[name] = creating.create(name, told, python=python)
+                told("ready", 1)
+            except LabError as error:
+                failed[name] = str(error)
+                told("failed", 1)
+            except KeyboardInterrupt:
+                click.echo("interrupted; nothing half made is left", err=True)
+                raise click.exceptions.Exit(INTERRUPTED) from None
+    return list(made.values()), failed
 
 
 def _row(state: ToolchainState) -> tuple[str, ...]:

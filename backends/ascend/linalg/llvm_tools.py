@@ -12,7 +12,7 @@ import uuid
 from pathlib import Path
 
 from portattn.errors import PortattnError
-from portattn.tools.lab.creating import CommandError, Commands, Say, quiet
+from portattn.tools.lab.creating import CommandError, Say, quiet, run_command
 from portattn.tools.lab.folders import folder_of
 
 LLVM = ("mlir-opt", "mlir-translate", "llc")
@@ -59,7 +59,7 @@ def missing(folder: Path) -> list[str]:
     return [name for name in LLVM if name not in have]
 
 
-def fetch(folder: Path, names: list[str], say: Say, commands: Commands) -> dict[str, str]:
+def fetch(folder: Path, names: list[str], say: Say) -> dict[str, str]:
     """Fetch programs from Debian's packages, whole or not at all; return their versions. Raises NoTools."""
     if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
         raise NoTools("this machine has no apt")
@@ -67,10 +67,10 @@ def fetch(folder: Path, names: list[str], say: Say, commands: Commands) -> dict[
     try:
         (work / "debs").mkdir(parents=True)
         try:
-            _download(work / "debs", say, commands)
+            _download(work / "debs", say)
             say("unpacking")
             for package in sorted((work / "debs").glob("*.deb")):
-                commands.run(["dpkg-deb", "-x", str(package), str(work / "root")], quiet)
+                run_command(["dpkg-deb", "-x", str(package), str(work / "root")], quiet)
         except CommandError as error:
             raise NoTools(str(error)) from None
         versions = _arrange(work / "root", work / "made", names)
@@ -83,13 +83,13 @@ def fetch(folder: Path, names: list[str], say: Say, commands: Commands) -> dict[
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _download(into: Path, say: Say, commands: Commands) -> None:
-    plan = commands.run(["apt-get", "install", "-s", "-qq", "--no-install-recommends", *PACKAGES], quiet)
+def _download(into: Path, say: Say) -> None:
+    plan = run_command(["apt-get", "install", "-s", "-qq", "--no-install-recommends", *PACKAGES], quiet)
     wanted = [f"{match['name']}={match['version']}" for match in map(_PLANNED.match, plan) if match]
     if not wanted:
         raise NoTools(f"apt says that {' and '.join(PACKAGES)} are installed, and their programs are not in {PREFIX}")
     say(f"fetching {len(wanted)} Debian packages")
-    commands.run(["apt-get", "download", "-q", *wanted], say, folder=into)
+    run_command(["apt-get", "download", "-q", *wanted], say, folder=into)
 
 
 def _arrange(root: Path, made: Path, names: list[str]) -> dict[str, str]:

@@ -49,63 +49,42 @@ class CommandError(Exception):
         super().__init__("\n  ".join([f"{program}: {why}", *self.lines]))
 
 
-class Commands:
-    """Runs programs; `stop` ends running programs, from any thread, and refuses further ones."""
-
-    def __init__(self) -> None:
-        self._running: set[subprocess.Popen[str]] = set()
-        self._state = threading.Lock()
-        self._stopped = False
-
-    def run(
-        self, command: Sequence[str], say: Say, environment: Mapping[str, str] | None = None,
-        folder: Path | None = None, until: float = math.inf,
-    ) -> list[str]:  # fmt: skip
-        """Run a program, telling each line; return all. It ends at an interrupt, or `until`. Raises CommandError."""
-        program = os.path.basename(command[0])
-        lines: list[str] = []
-        with self._state:
-            if self._stopped:
-                raise CommandError(program, "not started: interrupted")
-            try:
-                process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                    errors="replace", env=environment, cwd=folder, start_new_session=True,
-                )  # fmt: skip
-            except OSError as error:
-                raise CommandError(program, f"cannot be started: {error.strerror}") from None
-            self._running.add(process)
-        timer = threading.Timer(min(max(until - time.monotonic(), 0.0), threading.TIMEOUT_MAX), _kill, [process])
-        timer.daemon = True
-        if math.isfinite(until):
-            timer.start()
-        try:
-            assert process.stdout is not None
-            for line in process.stdout:
-                lines.append(line.rstrip())
-                if line.strip():
-                    say(line.strip())
-            status = process.wait()
-        except BaseException:
-            _kill(process)
-            raise
-        finally:
-            timer.cancel()
-            with self._state:
-                self._running.discard(process)
-            if process.stdout is not None:
-                process.stdout.close()
-        if status:
-            why = f"died of {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-            last = deque((line for line in lines if line.strip()), LAST_LINES)
-            raise CommandError(program, why, last, late=time.monotonic() >= until)
-        return lines
-
-    def stop(self) -> None:
-        with self._state:
-            self._stopped = True
-            for process in self._running:
-                _kill(process)
+def run_command(
+    command: Sequence[str], say: Say, environment: Mapping[str, str] | None = None, folder: Path | None = None,
+    until: float = math.inf,
+) -> list[str]:  # fmt: skip
+    """Run a program, telling each line; return all. It ends at an interrupt, or `until`. Raises CommandError."""
+    program, lines = os.path.basename(command[0]), list[str]()
+    try:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            errors="replace", env=environment, cwd=folder, start_new_session=True,
+        )  # fmt: skip
+    except OSError as error:
+        raise CommandError(program, f"cannot be started: {error.strerror}") from None
+    timer = threading.Timer(min(max(until - time.monotonic(), 0.0), threading.TIMEOUT_MAX), _kill, [process])
+    timer.daemon = True
+    if math.isfinite(until):
+        timer.start()
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line.rstrip())
+            if line.strip():
+                say(line.strip())
+        status = process.wait()
+    except BaseException:
+        _kill(process)
+        raise
+    finally:
+        timer.cancel()
+        if process.stdout is not None:
+            process.stdout.close()
+    if status:
+        why = f"died of {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+        last = deque((line for line in lines if line.strip()), LAST_LINES)
+        raise CommandError(program, why, last, late=time.monotonic() >= until)
+    return lines
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
@@ -224,25 +203,22 @@ WAIT_SECONDS = 3600.0  # for another process that makes the same environment
 TRY_SECONDS = 300.0  # to import Triton for the first time, on a loaded machine
 
 
-def create(
-    toolchain: str, say: Say = quiet, *, python: str | None = None, commands: Commands | None = None
-) -> Environment:
+def create(toolchain: str, say: Say = quiet, *, python: str | None = None) -> Environment:
     """Make a toolchain's environment by its backend's recipe, and return it; an existing whole environment stays.
 
     `python`: by default this one, or one on PATH that has a build. `tools` lacks MLIR 19 if Debian's cannot be fetched.
     Raises ArgumentError on a bad name or interpreter, LabError on a failure, which leaves nothing behind."""
     name = folders.canonical(toolchain)
-    commands = commands or Commands()
     chosen = _chosen(name, python) if python else None
     with folders.lock(folders.folder_of(name), WAIT_SECONDS, name):
         folders.sweep(folders.folder_of(name))
         found = folders.state(name)
         if found.environment is None:
-            _make(found, chosen, say, commands)
+            _make(found, chosen, say)
         elif chosen and chosen.version != found.environment.python_version:
             have = f"its environment is there, with Python {found.environment.python_version}: remove it first"
             raise ArgumentError("lab create", "--python", python, have)
-        _add_programs(name, say, commands)
+        _add_programs(name, say)
         return folders.need(name)
 
 
@@ -257,11 +233,11 @@ def _chosen(name: str, path: str) -> Python:
     return found
 
 
-def _make(found: ToolchainState, chosen: Python | None, say: Say, commands: Commands) -> None:
+def _make(found: ToolchainState, chosen: Python | None, say: Say) -> None:
     name, final = found.toolchain, folders.folder_of(found.toolchain)
     making = final.with_name(f"{folders.MAKING}{final.name}-{uuid.uuid4().hex[:8]}")
     try:
-        with_python = _install(name, making, chosen, say, commands)
+        with_python = _install(name, making, chosen, say)
         say("taking out what no compile reads")
         _trim(making)
         say("trying it")
@@ -278,7 +254,7 @@ def _make(found: ToolchainState, chosen: Python | None, say: Say, commands: Comm
         shutil.rmtree(making, ignore_errors=True)
 
 
-def _install(name: str, making: Path, chosen: Python | None, say: Say, commands: Commands) -> Python:
+def _install(name: str, making: Path, chosen: Python | None, say: Say) -> Python:
     distribution, recipe = name.partition("==")[0], folders.recipe(name)
     parsed, supported = Toolchain.parse(name), SpecifierSet(recipe.python)
     also = [package for package, versions in recipe.also.items() if parsed.within(distribution, versions)]
@@ -291,8 +267,8 @@ def _install(name: str, making: Path, chosen: Python | None, say: Say, commands:
         shutil.rmtree(making, ignore_errors=True)
         making.parent.mkdir(parents=True, exist_ok=True)
         try:
-            commands.run([python.path, "-I", "-m", "venv", "--without-pip", str(making)], say)
-            commands.run([*_pip(), *_into(making), name, *also], say, environment=of_pip)
+            run_command([python.path, "-I", "-m", "venv", "--without-pip", str(making)], say)
+            run_command([*_pip(), *_into(making), name, *also], say, environment=of_pip)
         except CommandError as error:
             if not any("No matching distribution" in line for line in error.lines):
                 raise LabError(f"{name}: cannot be installed\n{error}") from None
@@ -380,14 +356,14 @@ def _write_marker(folder: Path, name: str, python: str, versions: dict[str, str]
     write_whole(folder / folders.MARKER, msgspec.json.format(msgspec.json.encode(marker)))
 
 
-def _add_programs(name: str, say: Say, commands: Commands) -> None:
+def _add_programs(name: str, say: Say) -> None:
     """Fetch the recipe's programs that the machine lacks; on failure name the packages to install."""
     folder, beside = folders.folder_of(name), folders.programs(name)
     missing = beside.missing(folder) if beside is not None else []
     if beside is None or not missing:
         return
     try:
-        versions = beside.fetch(folder, missing, say, commands)
+        versions = beside.fetch(folder, missing, say)
     except beside.NoTools as error:
         say(str(error))
         return

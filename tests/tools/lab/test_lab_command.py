@@ -1,10 +1,11 @@
 """`portattn lab`: what it prints, its exit statuses, and that it takes back what it gave."""
 
+from unittest.mock import Mock
+
 import pytest
 from cli.conftest import portattn as portattn
 
-from portattn.cli import lab as command
-from portattn.tools.lab import folders, toolchains
+from portattn.tools.lab import creating, folders, toolchains
 
 
 def test_list_create_remove(portattn, publish) -> None:
@@ -31,7 +32,7 @@ def test_list_create_remove(portattn, publish) -> None:
 
 def test_one_that_cannot_be_made_is_red_and_the_others_are_made(portattn, publish) -> None:
     publish()
-    called = portattn("lab", "create", "triton==9.2.0", "triton==9.1.0", "--jobs", "2", "--json", exits=1)
+    called = portattn("lab", "create", "triton==9.2.0", "triton==9.1.0", "--json", exits=1)
     assert [one["toolchain"] for one in called.json["environments"]] == ["triton==9.1.0"]
     (failed,) = called.json["failed"]
     assert "No matching distribution found for triton==9.2.0" in failed["error"]
@@ -54,12 +55,6 @@ def test_bad_input_is_one_line_and_status_2(portattn, line: list[str], message: 
 
 def test_an_interrupt_ends_it_and_leaves_nothing(portattn, publish, monkeypatch) -> None:
     publish()
-    real = command.wait
-
-    def interrupted(running, **options):
-        real(running, timeout=0.2, **options)  # under way: an install takes longer than that anywhere
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(command, "wait", interrupted)
+    monkeypatch.setattr(creating, "_tried", Mock(side_effect=KeyboardInterrupt))
     assert "nothing half made is left" in portattn("lab", "create", "triton==9.1.0", exits=130).err
     assert [path for path in folders.root().iterdir() if path.suffix != ".lock"] == []

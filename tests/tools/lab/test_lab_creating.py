@@ -20,7 +20,7 @@ from portattn.errors import ArgumentError
 from portattn.schema import compilers
 from portattn.tools import lab
 from portattn.tools.lab import LabError, creating, folders
-from portattn.tools.lab.creating import CommandError, Commands, Python, quiet
+from portattn.tools.lab.creating import CommandError, Python, quiet, run_command
 
 NAME = "triton==9.1.0"
 
@@ -324,34 +324,12 @@ def test_triton_ascend_takes_a_python_that_it_is_built_for(monkeypatch, tmp_path
         lab.create(NAME, python="/bin/false")
 
 
-def test_a_command_is_ended_from_another_thread() -> None:
-    commands = Commands()
-    failures: list[CommandError] = []
-
-    def sleep() -> None:
-        try:
-            commands.run(["sleep", "100"], quiet)
-        except CommandError as failure:
-            failures.append(failure)
-
-    thread = threading.Thread(target=sleep)
-    thread.start()
-    deadline = time.monotonic() + 30
-    while not commands._running and time.monotonic() < deadline:
-        time.sleep(0.01)
-    commands.stop()
-    thread.join(30)
-    assert [str(failure) for failure in failures] == ["sleep: died of SIGKILL"]
-    with pytest.raises(CommandError, match="not started: interrupted"):
-        commands.run(["true"], quiet)
-
-
 def test_a_failed_command_says_its_last_lines() -> None:
     with pytest.raises(CommandError, match="exit status 3") as failed:
-        Commands().run(["sh", "-c", "seq 1 100; exit 3"], quiet)
+        run_command(["sh", "-c", "seq 1 100; exit 3"], quiet)
     assert failed.value.lines == [str(n) for n in range(89, 101)]
     with pytest.raises(CommandError, match="no-such-program: cannot be started"):
-        Commands().run(["/no-such-program"], quiet)
+        run_command(["/no-such-program"], quiet)
 
 
 # Environments of a compiler that another package brings: made as its recipe says.
@@ -419,7 +397,7 @@ def test_programs_beside_python(publish, bring: Callable[..., None], monkeypatch
     module = ModuleType("musa_programs")
     fetched: list[list[str]] = []
 
-    def fetch(folder: Path, names: list[str], say: object, commands: object) -> dict[str, str]:
+    def fetch(folder: Path, names: list[str], say: object) -> dict[str, str]:
         fetched.append(names)
         (folder / "musa-opt").touch()
         return {"musa-opt": "7"}

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from portattn.backends.ascend.linalg import llvm_tools as linalg_tools
-from portattn.tools.lab.creating import Commands
 
 APT = """#!/bin/sh
 echo "$@" >> {log}
@@ -73,7 +72,7 @@ def test_packages_are_unpacked_and_their_programs_find_their_libraries(bare: Pat
     log = plant(bare)
     folder, said = tmp_path / "environment", []
     folder.mkdir()
-    versions = linalg_tools.fetch(folder, list(linalg_tools.LLVM), said.append, Commands())
+    versions = linalg_tools.fetch(folder, list(linalg_tools.LLVM), said.append)
     assert versions == dict.fromkeys(linalg_tools.LLVM, "19.1.7")
     assert log.read_text().splitlines() == [
         "install -s -qq --no-install-recommends mlir-19-tools llvm-19",  # nothing is installed
@@ -114,7 +113,7 @@ def test_where_they_cannot_be_fetched_it_says_what_to_install(bare: Path, tmp_pa
     folder = tmp_path / "environment"
     folder.mkdir()
     with pytest.raises(linalg_tools.NoTools) as refused:
-        linalg_tools.fetch(folder, list(linalg_tools.LLVM), lambda _: None, Commands())
+        linalg_tools.fetch(folder, list(linalg_tools.LLVM), lambda _: None)
     assert reason in str(refused.value)
     assert "install mlir-19-tools and llvm-19" in str(refused.value)
     assert list(folder.iterdir()) == []
