@@ -176,8 +176,6 @@ class BenchOutcome:
     """Results by release; this process's is ""."""
 
     results: dict[str, Result] = field(default_factory=dict)  # of releases that started: each with a run
-    # of releases that did not start: the results that --resume finds in --out
-    earlier: dict[str, Result] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)  # why a release did not start
 
 
@@ -310,8 +308,6 @@ def _stores(job: BenchJob, runs: Mapping[str, BenchRun], found: BenchOutcome, st
         if stores:
             stores[name].append(run)
     found.results.update(results)
-    if resume and out:
-        found.earlier.update(_earlier(out, found, common))
     return stores
 
 
@@ -320,31 +316,11 @@ def _keep_only(result: Result, cells: Set[tuple[str, str]]) -> None:
     result.first_calls = [call for call in result.first_calls if (call.set, call.case) in cells]
 
 
-def _earlier(out: Path, found: BenchOutcome, common: Set[tuple[str, str]]) -> dict[str, Result]:
-    """Return --out's results of releases that did not start, for cells of all others; a later run may start them."""
-    from portattn.tools.bench import results as bench_results
-
-    now = next((result.runs[-1] for result in found.results.values()), None)
-    kept = {}
-    for name in found.failed if now else ():
-        if not (out / name / bench_results.ROWS).exists():
-            continue
-        result = bench_results.read(out / name)
-        if any(getattr(result.runs[0], one) != getattr(now, one) for one in bench_results.SAME if one != "toolchain"):
-            click.echo(f"triton=={name}: what {out / name} holds is of other code or options: left out", err=True)
-            continue
-        _keep_only(result, common)
-        if result.done:
-            kept[name] = result
-    return kept
-
-
 def _show_releases(found: BenchOutcome, out: Path | None, as_json: bool) -> None:
     """Write releases.json, releases.md and releases' own files; without a figure no earlier file is overwritten."""
     from portattn.tools.bench import comparison
 
-    every = found.results | found.earlier
-    whole = comparison.comparison(every, found.failed)
+    whole = comparison.comparison(found.results, found.failed)
     written: list[Path] = []
     if out is not None:
         as_file, as_text = out / comparison.NAME, out / "releases.md"
@@ -354,7 +330,7 @@ def _show_releases(found: BenchOutcome, out: Path | None, as_json: bool) -> None
             write_whole(as_text, comparison.as_markdown(whole).encode())
             written = [as_file, as_text, *own]
     if as_json:
-        emit_json(comparison.with_results(whole, every))
+        emit_json(comparison.with_results(whole, found.results))
     else:
         benchreport.show_comparison(whole, written)
 

@@ -25,13 +25,10 @@ def show_comparison(whole: Comparison, written: list[Path]) -> None:
 
     started = whole.started
     for run in whole.releases:
-        said = f"did not start: {run.said}" if run.failed else f"{run.toolchain}{', ' * bool(run.chip)}{run.chip}"
+        said = f"did not start: {run.failed}" if run.failed else f"{run.toolchain}{', ' * bool(run.chip)}{run.chip}"
         click.echo(f"{run.release}: {said}")
     click.echo(comparison.FIGURES)
     table(*comparison.case_lines(whole.cases, started))
-    if whole.first_calls:
-        heading("First calls")
-        table(*comparison.first_call_lines(whole.first_calls, started))
     heading("Sets: the best peer's time and the best release's time over each one's, geometric means")
     table(*comparison.set_lines(whole.sets))
     for path in written:

@@ -12,7 +12,6 @@ from portattn.errors import DataError
 from portattn.tools import run_log
 from portattn.tools.bench.cases import SETS
 from portattn.tools.bench.contenders import MINE
-from portattn.tools.bench.firstcall import FirstCall
 from portattn.tools.bench.report import csv_text, document, mean, number, table
 from portattn.tools.bench.results import Figures, Result, Row, decode
 from portattn.tools.bench.rounds import ratio
@@ -59,13 +58,8 @@ class SetOfReleases(msgspec.Struct, frozen=True, kw_only=True):
     least_ratio: float | None = None
 
 
-class FirstCallOfReleases(msgspec.Struct, frozen=True, kw_only=True):
-    case: str
-    releases: dict[str, FirstCall]
-
-
 class ReleaseRun(msgspec.Struct, frozen=True, kw_only=True):
-    """A requested release; failed: why it did not start. With a date as well, its figures are of an earlier run."""
+    """A requested release; failed: why it did not start."""
 
     release: str
     toolchain: str
@@ -73,21 +67,16 @@ class ReleaseRun(msgspec.Struct, frozen=True, kw_only=True):
     failed: str
     chip: str = ""  # files of before it was kept have none
 
-    @property
-    def said(self) -> str:
-        return f"{self.failed}; figures of {self.date}" if self.failed and self.date else self.failed
-
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     schema: int = SCHEMA
     releases: list[ReleaseRun]
     sets: list[SetOfReleases]
     cases: list[CaseOfReleases]
-    first_calls: list[FirstCallOfReleases]
 
     @property
     def started(self) -> list[str]:
-        return [run.release for run in self.releases if run.date or not run.failed]
+        return [run.release for run in self.releases if not run.failed]
 
 
 def cases(results_: Mapping[str, Result]) -> list[CaseOfReleases]:
@@ -144,23 +133,19 @@ def sets(found: Iterable[CaseOfReleases]) -> list[SetOfReleases]:
     return made
 
 
-def first_calls(results_: Mapping[str, Result]) -> list[FirstCallOfReleases]:
-    by_case: dict[str, dict[str, FirstCall]] = {}
-    for release, result in results_.items():
-        for call in result.first_calls:
-            by_case.setdefault(call.case, {})[release] = call
-    return [FirstCallOfReleases(case=case, releases=found) for case, found in by_case.items()]
-
-
 def comparison(results_: Mapping[str, Result], failed: Mapping[str, str]) -> Comparison:
-    """Compare the releases; failed: why releases did not start (some may have earlier results)."""
+    """Compare the releases; failed: why others did not start."""
     found = cases(results_)
     runs = {release: result.runs[-1] for release, result in results_.items()}
-    started = [ReleaseRun(release=release, toolchain=run.toolchain, date=run.date, failed=failed.get(release, ""),
-                          chip=run.chip) for release, run in runs.items()]  # fmt: skip
-    missing = [ReleaseRun(release=release, toolchain=f"triton=={release}", date="", failed=why)
-               for release, why in failed.items() if release not in runs]  # fmt: skip
-    return Comparison(releases=started + missing, sets=sets(found), cases=found, first_calls=first_calls(results_))
+    started = [
+        ReleaseRun(release=release, toolchain=run.toolchain, date=run.date, failed="", chip=run.chip)
+        for release, run in runs.items()
+    ]
+    missing = [
+        ReleaseRun(release=release, toolchain=f"triton=={release}", date="", failed=why)
+        for release, why in failed.items()
+    ]
+    return Comparison(releases=started + missing, sets=sets(found), cases=found)
 
 
 def with_results(whole: Comparison, results_: Mapping[str, Result]) -> dict[str, Any]:
@@ -210,7 +195,6 @@ def _problems(whole: Comparison) -> Iterator[str]:
     named = [
         *((f"`cases`, {c.set}, {c.case}, {c.contender}", {*c.releases, *filter(None, (c.best,))}) for c in whole.cases),
         *((f"`sets`, {s.set}, {s.contender}, {s.release}", {s.release}) for s in whole.sets),
-        *((f"`first_calls`, {c.case}", set(c.releases)) for c in whole.first_calls),
     ]
     for where, there in named:
         for name in sorted(there - known):
@@ -254,30 +238,13 @@ def set_lines(found: Iterable[SetOfReleases]) -> tuple[list[str], list[list[str]
     return columns, rows
 
 
-def first_call_lines(
-    found: Iterable[FirstCallOfReleases], releases: Sequence[str]
-) -> tuple[list[str], list[list[str]]]:
-    rows = [[c.case, *(_first(c.releases.get(release)) for release in releases)] for c in found]
-    return ["case", *releases], rows
-
-
-def _first(call: FirstCall | None) -> str:
-    if call is None:
-        return ""
-    if call.empty_s is None or call.kept_s is None:
-        return call.failed or "not measured"
-    return f"{call.empty_s:.2f} s, with kept caches {call.kept_s:.2f} s ({call.path})"
-
-
 def as_markdown(whole: Comparison) -> str:
     runs = [
-        f"- {run.toolchain}: {run.said}" if run.failed else f"- {run.chip}{', ' * bool(run.chip)}{run.toolchain}"
+        f"- {run.toolchain}: {run.failed}" if run.failed else f"- {run.chip}{', ' * bool(run.chip)}{run.toolchain}"
         for run in whole.releases
     ]
     text = ["\n".join(runs), "## Sets", table(*set_lines(whole.sets))]
     text += ["## Cases", FIGURES, table(*case_lines(whole.cases, whole.started))]
-    if whole.first_calls:
-        text += ["## First calls", table(*first_call_lines(whole.first_calls, whole.started))]
     return "\n\n".join(text) + "\n"
 
 

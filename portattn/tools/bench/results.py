@@ -400,13 +400,13 @@ class DeviceProbe:
 
     def read(self) -> tuple[DeviceState | None, str]:
         if self._child is None:
-            return torch_state(), ""
+            return None, ""
         try:
             text, _ = self._child.communicate(timeout=20)
         except subprocess.TimeoutExpired:
             self._child.kill()
-            return torch_state(), ""
-        return parse_device_state(text) or (torch_state(), "")
+            return None, ""
+        return parse_device_state(text) or (None, "")
 
 
 def parse_device_state(text: str) -> tuple[DeviceState, str] | None:
@@ -427,18 +427,3 @@ def _number(word: str) -> float | None:
         return float(word)
     except ValueError:
         return None
-
-
-def torch_state() -> DeviceState | None:
-    asked: dict[str, Any] = {
-        "sm_mhz": lambda: float(torch.cuda.clock_rate()),
-        "power_w": lambda: torch.cuda.power_draw() / 1e3,
-        "temperature_c": lambda: float(torch.cuda.temperature()),
-    }
-    found = {}
-    for name, ask in asked.items():
-        try:
-            found[name] = ask()
-        except (RuntimeError, ImportError, AssertionError, AttributeError):
-            continue
-    return DeviceState(**found) if found else None

@@ -112,7 +112,7 @@ def isolation_variables() -> dict[str, str | None]:
     return dict.fromkeys(("PYTHONPATH", "PYTHONHOME", "TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH"))
 
 
-OpenWorker = Callable[[Hashable, Callable[[], Any]], Any]  # of what has a `close`: a Worker, or several in one
+OpenWorker = Callable[[Hashable, Callable[[], Any]], Any]  # starts and returns an object with a method `close`
 
 
 def run_in_threads(

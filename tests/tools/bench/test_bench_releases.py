@@ -11,7 +11,6 @@ from collections import Counter
 from pathlib import Path
 from unittest.mock import Mock
 
-import msgspec
 import pytest
 from benchfakes import a_result, figures, made
 from fakedriver import triton_folders
@@ -22,7 +21,6 @@ from portattn.errors import ArgumentError
 from portattn.schema.toolchain import installed_toolchain
 from portattn.tools.bench import comparison, firstcall, releases, results, run
 from portattn.tools.bench.cases import SETS
-from portattn.tools.bench.firstcall import FirstCall
 
 HERE = Path(__file__).parent
 OWN = installed_toolchain()
@@ -237,20 +235,6 @@ def test_where_no_release_starts_nothing_is_written(out, copy, faults):
         assert contents(out) == before
 
 
-def test_who_does_not_start_again_keeps_its_figures(out, copy, faults):
-    once = json.loads((out / "releases.json").read_text())
-    before = contents(out / "99.0.0")
-    faults["99.0.0"] = {"start": "no such symbol"}
-    told = json.loads(bench(*SHORT, *own(copy), "--out", str(out), "--resume", "--json", exits=1).stdout)
-    assert told["cases"] == once["cases"]
-    assert ["no such symbol" in one["failed"] for one in told["releases"]] == [False, True]
-    assert told["releases"][1]["date"]
-    assert contents(out / "99.0.0") == before
-    said = bench("report", str(out), exits=0)
-    assert re.search(r"99\.0\.0: did not start: .*no such symbol; figures of ", said.stdout)
-    bench(*SHORT[:-1], "2", *own(copy), "--out", str(out), "--resume", exits=2)
-
-
 @pytest.mark.usefixtures("device")
 def test_a_release_that_begins_later_loses_nobodys_rows(tmp_path, copy, faults):
     """All cells are measured anew with it; what the others have is kept under its date."""
@@ -265,26 +249,6 @@ def test_a_release_that_begins_later_loses_nobodys_rows(tmp_path, copy, faults):
     assert f"triton==99.0.0 begins: triton=={OWN.version}'s rows are now {kept}" in called.stderr
     done = [results.read(out / name).done for name in (OWN.version, "99.0.0")]
     assert done[0] == done[1] != set()
-
-
-def test_figures_that_no_other_release_shares_are_not_compared(out, copy, faults):
-    """Nor are those of other options, which is said: neither are of the same rounds."""
-    with results.Store(out / OWN.version) as folder:
-        result = results.read(out / OWN.version)
-        result.rows = result.rows[:1]
-        folder.replace(result)
-    faults["99.0.0"] = {"start": "no such symbol"}
-    arguments = (*SHORT, *own(copy), "--out", str(out), "--resume", "--json")
-    told = json.loads(bench(*arguments).stdout)
-    there = {case["case"]: list(case["releases"]) for case in told["cases"]}
-    assert there == {"seed decode": [OWN.version, "99.0.0"], "seed paged decode": [OWN.version]}
-    with results.Store(out / "99.0.0") as folder:
-        result = results.read(out / "99.0.0")
-        result.runs = [msgspec.structs.replace(run, commit="other") for run in result.runs]
-        folder.replace(result)
-    called = bench(*arguments)
-    assert "is of other code or options: left out" in called.stderr
-    assert all(list(case["releases"]) == [OWN.version] for case in json.loads(called.stdout)["cases"])
 
 
 @pytest.mark.usefixtures("device")
@@ -395,16 +359,7 @@ def test_the_best_is_told_from_the_rounds_that_they_shared():
     assert (found.best, figures_of["a"].of_best, figures_of["b"].of_best, figures_of["b"].ratio) == ("b", 0.8, 1.0, 2.0)
 
 
-def test_first_calls_beside_each_other(monkeypatch):
-    calls = {
-        name: a_result(first_calls=[FirstCall(case="first decode", run=0, empty_s=s, kept_s=0.5, path="triton")])
-        for name, s in (("a", 3.0), ("b", 2.0))
-    }
-    (found,) = comparison.first_calls(calls)
-    assert [call.empty_s for call in found.releases.values()] == [3.0, 2.0]
-    assert "| first decode | 3.00 s, with kept caches 0.50 s (triton) | 2.00 s" in comparison.as_markdown(
-        comparison.comparison(calls, {})
-    )
+def test_a_first_call_is_timed_with_the_release(monkeypatch):
     asked = {}
     monkeypatch.setattr(firstcall, "_child", lambda case, environment, *rest: asked.update(environment) or {
         "first_s": 1.0, "second_s": 1.0, "path": "triton", "warmup_s": 1.0,

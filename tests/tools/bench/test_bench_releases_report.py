@@ -14,9 +14,6 @@ from test_bench_cli import bench
 from portattn.cli import benchreport
 from portattn.tools.bench import comparison, plots
 from portattn.tools.bench.cases import SETS
-from portattn.tools.bench.firstcall import FirstCall
-
-CALL = FirstCall(case="first decode", run=0, empty_s=3.0, kept_s=0.5, path="triton")
 
 
 def whole(*, peers: bool = True, backwards: bool = False, sets: tuple[str, ...] = ("decode",)) -> comparison.Comparison:
@@ -28,7 +25,7 @@ def whole(*, peers: bool = True, backwards: bool = False, sets: tuple[str, ...] 
             for name in sets
             for case in SETS[name][:: -1 if backwards else 1]
         ]
-        results[release] = a_result(*rows, toolchain=f"triton=={release}", first_calls=[CALL])
+        results[release] = a_result(*rows, toolchain=f"triton=={release}")
     return comparison.comparison(results, {"3.9.0": "no such symbol"})
 
 
@@ -52,7 +49,6 @@ def test_text_is_that_of_the_run(tmp_path, monkeypatch, capsys, name):
     assert "3.6.0: triton==3.6.0, a chip" in shown
     assert "3.9.0: did not start: no such symbol" in shown
     assert "1000.0 µs (3.00), 1.00, triton  2000.0 µs (1.50), 0.50, triton  3.6.0" in shown
-    assert "3.00 s, with kept caches 0.50 s" in shown
 
 
 def test_a_folders_comparison_comes_before_a_run_that_lies_beside_it(tmp_path):
@@ -97,7 +93,6 @@ def test_markdown_and_csv(tmp_path):
         (b"[" * 100_000, "no comparison of releases"), (b"[]", "Expected `object`, got `array`"),
         (changed(schema=2), "schema version 2; this portattn reads version 1"),
         *((changed(**{name: ...}), f"missing required field `{name}`") for name in ("schema", "sets", "cases")),
-        (changed(first_calls=...), "missing required field `first_calls`"),
         (changed(releases=...), "missing required field `releases`"),
         (changed(cases=[{"set": "decode"}]), "missing required field `case` - at `$.cases[0]`"),
         (changed(releases=[]), "3.6.0 is no release that `releases` lists as started"),
