@@ -79,13 +79,9 @@ hub: $(READY)
 fuzz: $(READY)
 	PYTHONPATH="$(CURDIR):$(CURDIR)/tests" $(PY) -m fuzz $(or $(ARGS),values)
 
-# Faults put into the code, which tests must notice (docs/testing.md). GROUP=hand: those made by hand.
-# GROUP=planner, quirks, …: mutmut's of one group (scripts/mutants.toml); TENTHS=2 tests two tenths of them.
-GROUP ?= hand
-TENTHS ?= 10
-
+# Faults put into the code, which tests must notice (docs/testing.md).
 mutants: $(READY)
-	$(PY) scripts/mutants.py $(if $(filter hand,$(GROUP)),hand,tool $(GROUP) --tenths $(TENTHS)) $(ARGS)
+	$(PY) scripts/mutants.py $(ARGS)
 
 # From another folder. A name without a slash is looked for on PATH.
 HERE = $(if $(findstring /,$(PY)),$(if $(filter /%,$(PY)),$(PY),"$(CURDIR)/$(PY)"),$(PY))

@@ -1,17 +1,14 @@
 """Mutation testing: small faults are put into a copy of the tree, and tests must fail because of each.
 
-    python scripts/mutants.py hand [--group kernels] [--name …] [--json]    mutants made by hand (mutants_by_hand.toml)
-    python scripts/mutants.py tool planner [--tenths 2] [--json]            mutmut's, of one group (mutants.toml)
+    python scripts/mutants.py [--group kernels] [--name …] [--json]    mutants made by hand (mutants_by_hand.toml)
 
-Both exit with 1 where a mutant survived, and with 2 where nothing can be said: tests that fail without any mutant, or
-an entry of the data that is stale. docs/testing.md explains the routine.
+It exits with 1 where a mutant survived, and with 2 where nothing can be said: tests that fail without any mutant, or an
+entry of the data that is stale. docs/testing.md explains the routine.
 """
 
 import contextlib
-import importlib.util
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -24,21 +21,12 @@ from typing import Literal
 
 import click
 import msgspec
-import tomlkit
 
 ROOT = Path(__file__).resolve().parents[1]
 BY_HAND = Path(__file__).with_name("mutants_by_hand.toml")
-GROUPS = Path(__file__).with_name("mutants.toml")
 
-Outcome = Literal["killed", "timeout", "survived", "equivalent", "stale", "broken"]
+Outcome = Literal["killed", "timeout", "survived", "stale", "broken"]
 CAUGHT = ("killed", "timeout")
-# Of mutmut's words for how a mutant ended. One that no test reaches has survived.
-OUTCOMES: dict[str, Outcome] = {
-    "killed": "killed", "segfault": "killed", "timeout": "timeout", "survived": "survived", "no tests": "survived",
-    "suspicious": "survived",
-}  # fmt: skip
-# Last digits of mutants' numbers, in the order in which a sample takes them: a tenth of each function's mutants each.
-DIGITS = "3716905284"
 
 
 class Mutant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -56,26 +44,6 @@ class Mutant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return text.replace(self.old, self.new) if text.count(self.old) == 1 else None
 
 
-class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Modules that mutmut changes, and the tests that must notice."""
-
-    modules: tuple[str, ...]
-    tests: tuple[str, ...]
-
-
-class Equivalent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Changes that no test can notice, for a reason; change: a regex for all of "old line -> new line", stripped."""
-
-    file: str
-    change: str
-    reason: str
-
-
-class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    groups: dict[str, Group]
-    equivalent: tuple[Equivalent, ...] = ()
-
-
 class Finding(msgspec.Struct, frozen=True):
     """One mutant's outcome; detail: the change, or why it counts so."""
 
@@ -86,15 +54,11 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class NothingLearnt(Exception):
-    """The run says nothing about the tests: they fail without a mutant, or the tool did not run."""
+    """The run says nothing about the tests: they fail without a mutant."""
 
 
 def by_hand(path: Path = BY_HAND) -> tuple[Mutant, ...]:
     return msgspec.toml.decode(path.read_bytes(), type=dict[str, tuple[Mutant, ...]])["mutant"]
-
-
-def groups(path: Path = GROUPS) -> Config:
-    return msgspec.toml.decode(path.read_bytes(), type=Config)
 
 
 @contextlib.contextmanager
@@ -177,92 +141,22 @@ def _ended(status: int | None, output: str, mutant: Mutant) -> tuple[Outcome, st
     return "broken", f"pytest ended with {status}, and no test failed:\n{output}"  # 1 is failing tests'
 
 
-def run_tool(
-    root: Path, name: str, config: Config, tenths: int, children: int, only: Sequence[str] = ()
-) -> Iterator[Finding]:
-    """Yield mutmut's mutants of a group, tested in a copy. Raises NothingLearnt if mutmut does not run through.
-
-    `only`: patterns of mutants' names; without any, so many tenths of all"""
-    group = config.groups[name]
-    if importlib.util.find_spec("mutmut") is None:
-        raise NothingLearnt(f"{sys.executable} has no mutmut: pip install -e '.[mutants]'")
-    with copied(root) as copy:
-        configure(copy / "pyproject.toml", group)
-        sample = [f"*__mutmut_*{digit}" for digit in DIGITS[:tenths]] if tenths < len(DIGITS) else []
-        chosen = [*only] or sample
-        # mutmut puts its folder of mutated modules before everything else that Python would import.
-        given = {**os.environ, "PORTATTN_CACHE_DIR": str(copy.parent / "cache")}
-        mutmut = [sys.executable, "-m", "mutmut"]
-        command = [*mutmut, "run", "--max-children", str(children), *chosen]
-        if subprocess.run(command, cwd=copy, env=given, stdout=sys.stderr).returncode:
-            raise NothingLearnt(f"mutmut did not run through {name}: its own messages are above")
-
-        def answer(*arguments: str) -> str:
-            done = subprocess.run([*mutmut, *arguments], cwd=copy, env=given, capture_output=True, text=True)
-            if done.returncode:
-                raise NothingLearnt(f"mutmut {' '.join(arguments)} failed:\n{done.stderr}")
-            return done.stdout
-
-        unused = [each for each in config.equivalent if each.file in group.modules and not chosen]
-        for mutant, outcome in ended(answer("results", "--all", "true")):
-            found = Finding(mutant, name, outcome)
-            if outcome == "survived":
-                found, known = judged(found, answer("show", mutant), config.equivalent)
-                unused = [each for each in unused if each is not known]
-            yield found
-        for each in unused:
-            yield Finding(each.file, name, "stale", f"mutants.toml: no survivor is {each.change!r}")
-
-
-def configure(pyproject: Path, group: Group) -> None:
-    """Add mutmut's modules and tests to its table in a copy's pyproject.toml."""
-    document = tomlkit.parse(pyproject.read_text(encoding="utf-8"))
-    table = document["tool"]["mutmut"]
-    table["only_mutate"] = list(group.modules)
-    table["pytest_add_cli_args_test_selection"] = list(group.tests)
-    pyproject.write_text(tomlkit.dumps(document), encoding="utf-8")
-
-
-def ended(results: str) -> Iterator[tuple[str, Outcome]]:
-    """Yield (mutant, outcome) for each line of `mutmut results`, without mutants that a sample left out."""
-    for line in results.splitlines():
-        name, colon, status = line.strip().rpartition(": ")
-        if not colon or status == "not checked":
-            continue
-        if status not in OUTCOMES:
-            raise NothingLearnt(f"mutmut says {status!r} of {name}, and this script knows {', '.join(OUTCOMES)}")
-        yield name, OUTCOMES[status]
-
-
-def judged(found: Finding, shown: str, known: Sequence[Equivalent]) -> tuple[Finding, Equivalent | None]:
-    """Return a survivor with its change; as equivalent, with the entry, if mutants.toml says why."""
-    file = re.search(r"^--- (\S+)$", shown, re.MULTILINE)
-    lines = [line for line in shown.splitlines() if not line.startswith(("---", "+++"))]
-    old, new = (" ".join(line[1:].strip() for line in lines if line.startswith(sign)) for sign in "-+")
-    detail = f"{file.group(1) if file else '?'}: {old} -> {new}"
-    for each in known:
-        if file and each.file == file.group(1) and re.fullmatch(each.change, f"{old} -> {new}"):
-            detail = f"{detail}\n           {each.reason}"
-            return msgspec.structs.replace(found, outcome="equivalent", detail=detail), each
-    return msgspec.structs.replace(found, detail=detail), None
-
-
 def summary(findings: Sequence[Finding]) -> dict[str, dict[str, int | float]]:
-    """Return each group's number of mutants by outcome, and the share of catchable ones that was caught."""
+    """Return each group's number of mutants by outcome, and the share that was caught."""
     counts: dict[str, Counter[str]] = {}
     for found in findings:
         counts.setdefault(found.group, Counter())[found.outcome] += 1
     return {
         group: {
             **dict(sorted(count.items())),
-            "caught": round(sum(count[name] for name in CAUGHT) / max(count.total() - count["equivalent"], 1), 3),
+            "caught": round(sum(count[name] for name in CAUGHT) / count.total(), 3),
         }
         for group, count in counts.items()
     }
 
 
 def report(findings: Sequence[Finding], as_json: bool) -> int:
-    left = [found for found in findings if found.outcome not in (*CAUGHT, "equivalent")]
+    left = [found for found in findings if found.outcome not in CAUGHT]
     if as_json:
         print(json.dumps({"summary": summary(findings), "findings": msgspec.to_builtins(findings)}, indent=1))
     else:
@@ -276,18 +170,12 @@ def report(findings: Sequence[Finding], as_json: bool) -> int:
     return 1 if left else 0
 
 
-@click.group(help=__doc__)
-def cli() -> None:
-    pass
-
-
-def _finish(findings: Iterator[Finding], as_json: bool, total: int | None = None) -> None:
+def _finish(findings: Iterator[Finding], as_json: bool, total: int) -> None:
     done: list[Finding] = []
     try:
         for found in findings:
             done.append(found)
-            if total is not None:
-                print(f"{len(done)}/{total} {found.outcome:9} {found.name}", file=sys.stderr, flush=True)
+            print(f"{len(done)}/{total} {found.outcome:9} {found.name}", file=sys.stderr, flush=True)
     except NothingLearnt as error:
         print(error, file=sys.stderr)
         raise SystemExit(2) from None
@@ -297,12 +185,12 @@ def _finish(findings: Iterator[Finding], as_json: bool, total: int | None = None
     raise SystemExit(report(done, as_json))
 
 
-@cli.command("hand")
+@click.command()
 @click.option("--group", "wanted", multiple=True, help="only the mutants of this group")
 @click.option("--name", "names", multiple=True, help="only the mutants of this name")
 @click.option("--seconds", default=120.0, show_default=True, help="time limit for the tests of one mutant")
 @click.option("--json", "as_json", is_flag=True, help="print a summary and every finding as JSON")
-def hand(wanted: tuple[str, ...], names: tuple[str, ...], seconds: float, as_json: bool) -> None:
+def cli(wanted: tuple[str, ...], names: tuple[str, ...], seconds: float, as_json: bool) -> None:
     """Run the mutants that were made by hand."""
     known = by_hand()
     for option, asked, there in (
@@ -312,17 +200,6 @@ def hand(wanted: tuple[str, ...], names: tuple[str, ...], seconds: float, as_jso
             raise click.BadParameter(f"{name!r} is none of {', '.join(sorted(there))}", param_hint=option)
     chosen = [m for m in known if (not wanted or m.group in wanted) and (not names or m.name in names)]
     _finish(run_by_hand(ROOT, chosen, seconds), as_json, len(chosen))
-
-
-@cli.command("tool")
-@click.argument("group", type=click.Choice(sorted(groups().groups)))
-@click.option("--tenths", type=click.IntRange(1, 10), default=10, show_default=True, help="how many tenths to test")
-@click.option("--only", multiple=True, help="only mutants whose names match, as a survivor's name of a run before")
-@click.option("--children", type=click.IntRange(1), default=1, show_default=True, help="processes at a time")
-@click.option("--json", "as_json", is_flag=True, help="print a summary and every finding as JSON")
-def tool(group: str, tenths: int, only: tuple[str, ...], children: int, as_json: bool) -> None:
-    """Run mutmut's mutants of one group, or so many tenths of each function's mutants."""
-    _finish(run_tool(ROOT, group, groups(), tenths, children, only), as_json)
 
 
 if __name__ == "__main__":

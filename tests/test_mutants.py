@@ -15,7 +15,7 @@ from places import ROOT
 from portattn.worker.own_kernels import load
 
 mutants = load(str(ROOT / "scripts" / "mutants.py"))
-BY_HAND, CONFIG = mutants.by_hand(), mutants.groups()
+BY_HAND = mutants.by_hand()
 
 
 @pytest.mark.parametrize("mutant", BY_HAND, ids=lambda m: m.name)
@@ -35,17 +35,6 @@ def test_an_entrys_old_text_is_there_once_and_its_tests_exist(mutant) -> None:
 def test_names_are_taken_once() -> None:
     names = [mutant.name for mutant in BY_HAND]
     assert len(set(names)) == len(names)
-
-
-@pytest.mark.parametrize("group", CONFIG.groups.values(), ids=CONFIG.groups)
-def test_modules_and_tests_of_a_group_exist(group) -> None:
-    for file in (*group.modules, *group.tests):
-        assert (ROOT / file).is_file(), file
-
-
-def test_entries_of_equivalent_mutants_name_modules_of_a_group() -> None:
-    modules = {module for group in CONFIG.groups.values() for module in group.modules}
-    assert {each.file for each in CONFIG.equivalent} <= modules
 
 
 @pytest.fixture
@@ -105,7 +94,7 @@ def test_tests_that_fail_without_a_mutant_say_nothing(tree: Path) -> None:
 @pytest.mark.parametrize(
     ("outcomes", "status"),
     [
-        (["killed", "timeout", "equivalent"], 0), (["killed", "survived"], 1), (["stale", "survived"], 2),
+        (["killed", "timeout"], 0), (["killed", "survived"], 1), (["stale", "survived"], 2),
         (["broken"], 2),
     ],
 )  # fmt: skip
@@ -121,59 +110,10 @@ def test_exit_status_and_summary(capsys: pytest.CaptureFixture[str], outcomes: l
 
 def test_a_selection_without_mutants_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
     group = BY_HAND[0].group
-    line = ["hand", "--group", group, "--name", next(m.name for m in BY_HAND if m.group != group)]
+    line = ["--group", group, "--name", next(m.name for m in BY_HAND if m.group != group)]
     monkeypatch.setattr(mutants, "run_by_hand", lambda root, chosen, seconds: iter(map(str, chosen)))
     called = click.testing.CliRunner().invoke(mutants.cli, line)
     assert (called.exit_code, called.stderr) == (2, "no mutant is in the selection: nothing was tested\n")
-
-
-SHOWN = """\
-# portattn.planning.kernel_specs.base.x_ceil_div__mutmut_3: survived
---- portattn/planning/kernel_specs/base.py
-+++ portattn/planning/kernel_specs/base.py
-@@ -1,2 +1,2 @@
- def ceil_div(a: int, b: int) -> int:
--    return -(-a // b)
-+    return -(+a // b)
-"""
-
-
-def test_a_survivor_that_is_known_to_be_equivalent() -> None:
-    found = mutants.Finding("portattn.planning.kernel_specs.base.x_ceil_div__mutmut_3", "planner", "survived")
-    judged, entry = mutants.judged(found, SHOWN, ())
-    assert (judged.outcome, entry) == ("survived", None)
-    assert judged.detail == "portattn/planning/kernel_specs/base.py: return -(-a // b) -> return -(+a // b)"
-    known = mutants.Equivalent(
-        file="portattn/planning/kernel_specs/base.py", change=r".*-a.* -> .*\+a.*", reason="for no reason"
-    )
-    judged, entry = mutants.judged(found, SHOWN, (known,))
-    assert (judged.outcome, entry) == ("equivalent", known)
-    assert "for no reason" in judged.detail
-    elsewhere = msgspec.structs.replace(known, file="portattn/plan.py")
-    assert mutants.judged(found, SHOWN, (elsewhere,))[0].outcome == "survived"
-
-
-def test_results_of_mutmut_are_read() -> None:
-    text = (
-        "    a__mutmut_1: killed\n    a__mutmut_2: not checked\n    b__mutmut_1: no tests\n    b__mutmut_2: timeout\n"
-    )
-    assert list(mutants.ended(text)) == [
-        ("a__mutmut_1", "killed"), ("b__mutmut_1", "survived"), ("b__mutmut_2", "timeout"),
-    ]  # fmt: skip
-    with pytest.raises(mutants.NothingLearnt, match="'odd'"):
-        list(mutants.ended("    a__mutmut_1: odd\n"))
-
-
-def test_a_group_is_added_to_the_tools_table(tmp_path: Path) -> None:
-    copy = tmp_path / "pyproject.toml"
-    copy.write_text((ROOT / "pyproject.toml").read_text(encoding="utf-8"), encoding="utf-8")
-    mutants.configure(copy, CONFIG.groups["planner"])
-    from portattn.schema.toml_reader import tomllib
-
-    table = tomllib.loads(copy.read_text(encoding="utf-8"))["tool"]["mutmut"]
-    assert table["only_mutate"] == list(CONFIG.groups["planner"].modules)
-    assert table["pytest_add_cli_args_test_selection"] == list(CONFIG.groups["planner"].tests)
-    assert table["source_paths"] == ["portattn"]
 
 
 # The tiers of tests: tests/slow.txt, and how it is made from measured times.
