@@ -370,7 +370,7 @@ def prime_releases(
 
         def compiled(case: Case, opened: OpenWorker, release: Release = release) -> str:
             process: Any = opened(release, lambda: ReleaseProcess(release, task))
-            return str(process.compile(case, backend, core, min(end - time.monotonic(), PREPARE_S)))
+            return str(process.compile(case, backend, core, max(min(end - time.monotonic(), PREPARE_S), 0.0)))
 
         def told(case: Case, failure: str, release: Release = release) -> None:
             nonlocal ran

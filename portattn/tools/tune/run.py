@@ -1,14 +1,10 @@
 """A whole run: propose and compile every class, then check and time class by class if the chip is here."""
 
-import multiprocessing
-import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
 from itertools import zip_longest
-from typing import TypeVar
+from typing import Any
 
 import msgspec
 import torch
@@ -17,9 +13,11 @@ from portattn.launch.torch_compat import synchronize
 from portattn.planning.kernel_specs import CORES
 from portattn.planning.registry import Registry, parse_target
 from portattn.schema.target import Target
+from portattn.tools import lab
 from portattn.tools.bench.cases import Case
 from portattn.tools.bench.gate import reason
 from portattn.tools.bench.tensors import Tensors
+from portattn.tools.lab.creating import OpenWorker, run_in_threads
 from portattn.tools.tune import race, search
 from portattn.tools.tune.classes import UNTUNED, Class, call_of, workload
 from portattn.tools.tune.core import core_tunable
@@ -27,44 +25,8 @@ from portattn.tools.tune.log import History
 from portattn.tools.tune.race import SampleClock
 from portattn.tools.tune.records import CandidateRecord, CodeRecord, Outcome, ProblemResult, Record
 from portattn.tools.tune.tunable import BuiltCandidate, Choice, CompileResult, NotBuilt, Tunable, compile_all, verdict
-from portattn.worker.client import Worker
-
-Item = TypeVar("Item")
-Found = TypeVar("Found")
-LOOK_SECONDS = 1.0  # how often the time is looked at while children work
-END_SECONDS = 10.0  # how long a killed child is waited for: until then it holds the device's memory
-
-
-def in_children(
-    items: Sequence[Item], work: Callable[[Item], Found], processes: int, done: Callable[[Item, Found], None],
-    out_of_time: Callable[[], bool] = lambda: False,
-) -> bool:  # fmt: skip
-    """Work on items in spawned children, telling `done` in this thread; return False on a time-out or a dead child."""
-    if not items:
-        return True
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(min(processes, len(items)), mp_context=context, initializer=_leave_interrupts)
-    try:
-        running: dict[Future[Found], Item] = {pool.submit(work, item): item for item in items}
-        while running and not out_of_time():
-            for future in wait(running, timeout=LOOK_SECONDS, return_when=FIRST_COMPLETED).done:
-                item = running.pop(future)
-                done(item, future.result())
-        return not running
-    except BrokenProcessPool:
-        return False
-    finally:
-        children = list((pool._processes or {}).values())
-        pool.shutdown(wait=False, cancel_futures=True)
-        for child in children:  # one may hang in a kernel
-            child.kill()
-        for child in children:
-            child.join(END_SECONDS)
-
-
-def _leave_interrupts() -> None:
-    """Ignore Ctrl-C, which reaches every process of a terminal: the parent alone answers it, and ends the children."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+from portattn.worker.child import RUNS
+from portattn.worker.client import Reply, Worker
 
 
 def tunables(target: Target, registry: Registry | None = None) -> list[Tunable]:
@@ -99,12 +61,32 @@ def warm(asked: CandidateJob) -> str:
     return ""
 
 
+TASK = "portattn.tools.tune.run:answer"
+
+
+def answer(request: Mapping[str, Any], enter: Callable[[str], None]) -> dict[str, Any]:
+    asked = msgspec.json.decode(request["candidate"], type=CandidateJob)
+    enter(RUNS)
+    return {"facts": {"failure": warm(asked)}}
+
+
 def warm_all(
-    jobs: Sequence[CandidateJob], processes: int, done: Callable[[str, str], None], out_of_time: Callable[[], bool],
-    work: Callable[[CandidateJob], str] = warm,
+    jobs: Sequence[CandidateJob], processes: int, seconds: float, done: Callable[[str, str], None],
+    out_of_time: Callable[[], bool], task: str = TASK,
 ) -> None:  # fmt: skip
-    """Run every candidate in a child, telling `done(code, failure)`; if one dies, checks compile the rest."""
-    in_children(jobs, work, processes, lambda asked, failure: done(asked.code, failure), out_of_time)
+    """Run every candidate in a child, telling `done(code, failure)`; its check tries one whose child ended otherwise.
+
+    seconds: the limit of each; none begins once `out_of_time`"""
+
+    def run(asked: CandidateJob, opened: OpenWorker) -> Reply:
+        child: Worker = opened("", lambda: lab.worker(runs="kernels"))
+        return child.request(task, seconds, candidate=msgspec.json.encode(asked).decode())
+
+    def told(asked: CandidateJob, reply: Reply) -> None:
+        if reply.outcome == "ok":
+            done(asked.code, str(reply.facts["failure"]))
+
+    run_in_threads(jobs, run, processes, told, out_of_time)
 
 
 BOUND_GAIN = 0.05  # by which a candidate's bound must be less than the incumbent's
@@ -197,7 +179,7 @@ class Tuner:
             self.codes[code] = CompileResult(failure)
             self.note(CodeRecord(code=code, failure=failure))
 
-        warm_all(jobs, self.options.jobs, done, lambda: time.monotonic() >= end)
+        warm_all(jobs, self.options.jobs, self.options.seconds, done, lambda: time.monotonic() >= end)
 
     def _end(self, share: float = 1.0) -> float:
         return float("inf") if self.options.budget is None else self._begun + self.options.budget * share
