@@ -17,7 +17,6 @@ Exit status: 0 all that were asked for have passed or were skipped; 1 a test fai
 """
 
 import argparse
-import datetime
 import hashlib
 import json
 import os
@@ -87,9 +86,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=0.0, help="stop after so many; 0: when all have run")
     parser.add_argument("--jobs", type=int, default=0, help=f"test processes; {PROCESSES_A_GPU} a GPU, one a core")
     parser.add_argument("--all", action="store_true", help="also the tests that use no device, after the others")
-    parser.add_argument(
-        "--again", action="store_true", help="run all; earlier results under this Triton are kept under their date"
-    )
     parser.add_argument("--report", action="store_true", help="only say what ran")
     parser.add_argument("--json", action="store_true", help="the summary as JSON")
     given = parser.parse_args(words[:at])
@@ -120,14 +116,12 @@ def run(given: argparse.Namespace, of_pytest: list[str]) -> dict[str, Any]:
     jobs = given.jobs or min(PROCESSES_A_GPU * len(machine["gpus"]), os.cpu_count() or 1)
     results = given.out / f"{machine['chip'] or 'chip'}-{machine['toolchain']}.jsonl"
     words = [*([] if given.all else ["--chip-only"]), "-n", str(jobs), "--timeout", str(TEST_SECONDS), *of_pytest]
-    return run_pytest(
-        results, machine | {"source": source_digest(given.out)}, words, environment, given.seconds, given.again
-    )
+    return run_pytest(results, machine | {"source": source_digest(given.out)}, words, environment, given.seconds)
 
 
 def run_pytest(
     results: Path, identity: dict[str, Any], words: list[str], environment: dict[str, str], seconds: float,
-    again: bool = False, lock_name: str = ".lock",
+    lock_name: str = ".lock",
 ) -> dict[str, Any]:  # fmt: skip
     """Run the tests that have not passed by a file of results; return its summary, with `complete`: all have run.
 
@@ -136,7 +130,7 @@ def run_pytest(
     environment |= {plugin.GPUS: ",".join(gpus), plugin.VARIABLE: identity["variable"]}
     lock = RunLog(results, results.with_name(lock_name), op="chip_suite", option="--out", shown=results.parent)
     with lock, tempfile.TemporaryDirectory(prefix="chip-suite-") as folder:
-        before = begun(results, identity, again)
+        before = begun(results, identity)
         names = Path(folder) / "before.json"
         names.write_text(json.dumps(before), encoding="utf-8")
         command = [
@@ -206,10 +200,8 @@ def source_digest(out: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def begun(results: Path, identity: dict[str, Any], again: bool) -> dict[str, list[str]]:
+def begun(results: Path, identity: dict[str, Any]) -> dict[str, list[str]]:
     """Return an earlier run's tests, by whether they need another run; begin a new file without one."""
-    if again and results.exists():
-        results.rename(aside(results))
     if not results.exists():
         part = results.with_suffix(".jsonl.part")
         part.write_text(json.dumps({"identity": identity}) + "\n", encoding="utf-8")
@@ -218,18 +210,11 @@ def begun(results: Path, identity: dict[str, Any], again: bool) -> dict[str, lis
     differing = [name for name in SAME if before.get(name) != identity[name]]
     if differing:
         said = ", ".join(f"{name} {before.get(name)}, now {identity[name]}" for name in differing)
-        raise Failed(f"{results} is of another state ({said}): name another place, or --again")
+        raise Failed(f"{results} is of another state ({said}): name another place")
     whole = results.read_bytes()
     os.truncate(results, whole.rfind(b"\n") + 1)  # the next line must not follow half a one
     passed = sorted(name for name, test in tests.items() if test["outcome"] == "passed")
     return {"passed": passed, "others": sorted(tests.keys() - passed)}
-
-
-def aside(results: Path) -> Path:
-    """Return an unused name for earlier results, which --again keeps; --report does not read its ending."""
-    changed = datetime.datetime.fromtimestamp(results.stat().st_mtime, datetime.timezone.utc)
-    names = (f"{results.name}.before-{changed:%Y%m%d-%H%M%S}{'' if n == 1 else f'-{n}'}" for n in range(1, 10_000))
-    return next(path for name in names if not (path := results.with_name(name)).exists())
 
 
 def decoded(data: bytes) -> tuple[list[dict[str, Any]], int]:
@@ -250,7 +235,7 @@ def read(results: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]], int]
         identity: dict[str, Any] = lines[0]["identity"]
         msgspec.convert(identity, Identity)
     except (IndexError, KeyError, msgspec.ValidationError):
-        raise Failed(f"{results} does not begin as results of chip_suite do: --again puts it aside") from None
+        raise Failed(f"{results} does not begin as results of chip_suite do: name another place") from None
     tests = {}
     for line in lines[1:]:
         if isinstance(line.get("test"), str) and line.get("outcome") in OUTCOMES:

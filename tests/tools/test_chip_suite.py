@@ -163,7 +163,7 @@ def test_damaged_lines_are_counted_and_half_a_line_is_left_out(script: ModuleTyp
     file.write_bytes(file.read_bytes().replace(b"[]", b"\xff"))
     found = script.summary(file)
     assert (found["passed"], found["damaged"]) == (1, 3)
-    assert script.begun(file, MACHINE | {"source": "a1"}, False) == {"passed": ["a"], "others": []}
+    assert script.begun(file, MACHINE | {"source": "a1"}) == {"passed": ["a"], "others": []}
     assert file.read_bytes().endswith(b"\xff\n")
 
 
@@ -185,26 +185,6 @@ def test_results_of_another_state_are_refused(script, pytester, capfd, name):
     assert script.main(["--out", "out"]) == 2
     assert f"{name} {other}, now" in capfd.readouterr().err
     assert file.read_text() == before
-    assert script.begun(file, IDENTITY["identity"], True) == {"passed": [], "others": []}
-    (kept,) = file.parent.glob("*.before-*")
-    assert kept.read_text() == before
-
-
-def test_each_run_again_keeps_what_the_one_before_found(script: ModuleType, pytester: pytest.Pytester) -> None:
-    file = left_there(pytester, IDENTITY, {"test": "a", "outcome": "failed", "why": "the first"})
-    os.utime(file, (1.8e9, 1.8e9))
-    first = file.read_text()
-    assert script.begun(file, IDENTITY["identity"], True) == {"passed": [], "others": []}
-    file.write_text(first.replace("the first", "the second"))
-    os.utime(file, (1.8e9, 1.8e9))
-    second = file.read_text()
-    assert script.begun(file, IDENTITY["identity"], True) == {"passed": [], "others": []}
-    kept = sorted(file.parent.glob("*.before-*"))
-    assert [path.name.rpartition(".jsonl.")[2] for path in kept] == [
-        "before-20270115-080000", "before-20270115-080000-2"
-    ]  # fmt: skip
-    assert [path.read_text() for path in kept] == [first, second]
-    assert [one["file"] for one in script.reported(file.parent)] == [str(file)]
 
 
 @pytest.mark.parametrize(
