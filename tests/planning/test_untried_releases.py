@@ -106,7 +106,10 @@ def test_what_a_run_left_out_is_planned_with_a_caution(parts: None, name: str, r
     made = plan(PROBLEMS[name], parse_target("cuda:sm_90", f"triton=={release}"), settings=ASKED.get(name, Settings()))
     assert made.path == name
     if (name, release) in LEFT_OUT:
-        assert f"{name} has no complete test run on sm_90 with triton=={release}, for such problems: its canaries" in caution(made)
+        assert (
+            f"{name} has no complete test run on sm_90 with triton=={release}, for such problems: its canaries"
+            in caution(made)
+        )
     else:
         assert caution(made) == ""
 
