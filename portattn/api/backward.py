@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
+from operator import itemgetter
 from typing import Any
 
 import msgspec
@@ -25,6 +26,13 @@ from portattn.schema.ops import BACKWARD, CAPTURED, ROWS
 from portattn.schema.problem import Problem
 
 Gradients = dict[str, torch.Tensor]
+_CAPTURED = frozenset(CAPTURED)
+_SUMMED = ("alibi_slopes", "bias")  # their gradients are float32 in memory of their own
+# Tensors of the gradients' operations that are none of the forward's, in the order in which `gradients` makes them.
+_MADE = (
+    "forward_out", "forward_lse", "grad_out", "grad_lse", "grad_q", "grad_k", "grad_v", "grad_slopes", "grad_bias",
+    "block_rows", "block_starts", "block_chunks", "block_queries",
+)  # fmt: skip
 
 
 def may_have_kernels(op: str, q: torch.Tensor, v: torch.Tensor, backend: Any) -> bool:
@@ -69,7 +77,7 @@ def gradients(
     way = _WAYS[op]
     if way.unknown and any(tensors[place] is not None for place in way.unknown):
         return None
-    if not set(asked).isdisjoint(CAPTURED):  # torch differentiates score functions by the tensors that they read
+    if not _CAPTURED.isdisjoint(asked):  # torch differentiates score functions by the tensors that they read
         return None
     settings = current()
     if otherwise is not None and not may_have_kernels(op, tensors[way.source["q"]], tensors[way.source["v"]], None):
@@ -79,28 +87,22 @@ def gradients(
         return None
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    given: list[Any] = [None] * way.count
-    for place, source in way.copied:
-        given[place] = tensors[source]
-    at = way.at
-    given[at["forward_out"]], given[at["forward_lse"]], given[at["grad_out"]] = out, lse, _rows(grad_out)
+    own_place = way.source
     if grad_lse is not None:
-        given[at["grad_lse"]] = grad_lse.contiguous().resolve_neg()
+        grad_lse = grad_lse.contiguous().resolve_neg()
     found: Gradients = {}
-    for name, source, place in way.qkv:
-        tensor = tensors[source]
+    for name, place in way.qkv:
+        tensor = tensors[place]
         memory = torch.empty_like(tensor)
-        found[name] = given[place] = memory if memory.stride(-1) == 1 else tensor.new_empty(tensor.shape)
-    for name, own in way.summed:
-        if name in asked:
-            given[at[own]] = _memory(name, tensors[way.source[name]], lse)
-    if "block_rows" in at and lse.numel():
-        for name, made in zip(("block_rows", "block_starts", "block_chunks"), way.listed(tensors, values), strict=True):
-            given[at[name]] = made
-    if "block_queries" in at and (lists := tensors[way.source["block_mask"]]) is not None:
-        given[at["block_queries"]] = lists_by_key(lists)
+        found[name] = memory if memory.stride(-1) == 1 else tensor.new_empty(tensor.shape)
+    summed = [_memory(name, tensors[own_place[name]], lse) if name in asked else None for name in _SUMMED]
+    listed = way.listed(tensors, values) if way.lists_rows and lse.numel() else (None, None, None)
+    lists = tensors[own_place["block_mask"]] if way.lists_queries else None
+    queries = None if lists is None else lists_by_key(lists)
     if lse.numel():
-        ready, before = tuple(given), dispatch.last_plan_state()
+        # In the order of _MADE.
+        made = out, lse, _rows(grad_out), grad_lse, *found.values(), *summed, *listed, queries
+        ready, before = way.order((*tensors, *made, None)), dispatch.last_plan_state()
         delta = lookup(way.op, ready, fixed, tuple(lengths))
         if delta is None:
             delta = run_request(request_from(way.op, ready, fixed, lengths))
@@ -108,14 +110,14 @@ def gradients(
         assert isinstance(delta, torch.Tensor)
     else:  # without rows nothing is launched, and there may be keys
         delta = lse
-        for memory in (*found.values(), *(given[at[own]] for _, own in way.summed if given[at[own]] is not None)):
+        for memory in (*found.values(), *(one for one in summed if one is not None)):
             memory.zero_()
-    own_place = way.source
-    if "bias" in asked:
-        found["bias"] = _like(given[at["grad_bias"]], tensors[own_place["bias"]])
-    if "alibi_slopes" in asked:
+    slopes, bias = summed
+    if bias is not None:
+        found["bias"] = _like(bias, tensors[own_place["bias"]])
+    if slopes is not None:
         beginnings = tensors[own_place["cu_seqlens_q"]] if "cu_seqlens_q" in own_place else None
-        found["alibi_slopes"] = _slopes(tensors[own_place["alibi_slopes"]], given[at["grad_slopes"]], beginnings)
+        found["alibi_slopes"] = _slopes(tensors[own_place["alibi_slopes"]], slopes, beginnings)
     if "sinks" in asked:
         found["sinks"] = _sinks(tensors[own_place["sinks"]], lse, delta)
     return found if len(found) == len(asked) else {name: tensor for name, tensor in found.items() if name in asked}
@@ -128,16 +130,13 @@ class _Way:
         self.op = BACKWARD[forward]
         row, before = ROWS[self.op], ROWS[forward]
         names, self.source = list(row.tensors), {name: place for place, name in enumerate(before.tensors)}
-        self.count, self.at = len(names), {name: place for place, name in enumerate(names)}
-        # (place, place in the forward) of the forward's tensors.
-        self.copied = [(place, self.source[name]) for place, name in enumerate(names) if name in self.source]
+        # Puts the forward's tensors, _MADE and None into the operation's order.
+        places = self.source | {name: len(self.source) + place for place, name in enumerate(_MADE)}
+        self.order = itemgetter(*(places.get(name, -1) for name in names))
         # Places of the forward's tensors that the operation lacks: its gradients would be wrong with them.
-        self.unknown = [self.source[name] for name in before.tensors if name not in self.at]
-        # (name, place in the forward, place of the gradient).
-        self.qkv = [(name, self.source[name], self.at[f"grad_{name}"]) for name in ("q", "k", "v")]
-        summed = (("alibi_slopes", "grad_slopes"), ("bias", "grad_bias"))
-        # (name, name of the tensor that takes the gradient's parts) of optional gradients.
-        self.summed = [(name, own) for name, own in summed if own in self.at]
+        self.unknown = [self.source[name] for name in before.tensors if name not in names]
+        self.qkv = [(name, self.source[name]) for name in ("q", "k", "v")]
+        self.lists_rows, self.lists_queries = "block_rows" in names, "block_queries" in names
         self._fixed, self._forward = row.fixed, (*before.fixed, "backend", "validate")
         self._known: dict[Any, Any] = {}
         self._last: tuple[Any, Any, Any] = (None, None, None)  # values, the rest of the key, the result

@@ -100,22 +100,12 @@ def try_cached(
     if found is not None:
         return found
     if not torch._C._is_any_autocast_enabled():
-        return _trained(op, tensors, values, lengths) if torch.is_grad_enabled() else None
-    trains = training.has_cached() and torch.is_grad_enabled()
-    if autocast.is_on(tensors[0]) and (trains or cache.kinds(op, values)) and not in_mode():
+        return None
+    if autocast.is_on(tensors[0]) and cache.kinds(op, values) and not in_mode():
         cast = tuple(autocast.cast_now(op, tensors))
         with autocast.off(tensors[0].device.type):  # entries cached under autocast are keyed by the cast tensors
             found = lookup(op, cast, values, lengths)
-            if found is None and trains:
-                found = _trained(op, cast, values, lengths)
     return found
-
-
-def _trained(op: str, tensors: tuple[Any, ...], values: tuple[Any, ...], lengths: tuple[Any, ...]) -> Result | None:
-    found = training.lookup_trained(op, tensors, values, lengths)
-    if found is None:
-        return None
-    return found if values[RETURNS_LSE[op]] else found[0]
 
 
 def first_call(op: str, tensors: tuple[Any, ...], values: tuple[Any, ...], lengths: tuple[Any, ...]) -> Result:
@@ -160,10 +150,7 @@ def run_with_autograd(request: Request) -> Result:
     if not torch.is_grad_enabled():
         return run_request(request)
     kind, call = training.plan_training(request)
-    if kind is None:
-        return run_request(request, call)
-    out, lse = training.run(kind, request, call)
-    return (out, lse) if request.return_lse else out
+    return run_request(request, call) if kind is None else training.run(kind, request, call)
 
 
 def fake_result(request: Request) -> Result | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -116,7 +117,7 @@ def lookup(
                     return found
                 continue
         matched = kind.match(tensors, values, lengths, settings)
-        if matched is None:
+        if matched is None or (place is not None and kind.record is not None):
             continue
         given, addresses, inputs = matched
         its_class = kind.find(inputs)
@@ -124,19 +125,29 @@ def lookup(
             cached, sizes = its_class
             dispatch.set_last_plan(cached.note(inputs))
             out, lse = cached(given, addresses, sizes) if place is None else cached(given, addresses, sizes, place)
+            if kind.record is not None:
+                return cast("Result", kind.record(tensors, lengths, (out, lse)))
             return out if lse is None else (out, lse)
     return None
 
 
 def run_request(request: Request, call: Call | None = None) -> Result:
-    """Plan and run a request whose tensors have storage, and cache its launches. call: the request's, if built."""
+    """Plan and run a request whose tensors have storage, and cache its launches. call: the request's, if built.
+
+    A request with `record` runs without autograd, and is a node of autograd's graph afterwards."""
     call = request.build() if call is None else call
     caching = CacheWriter(request) if request.cacheable() else None
-    with monitor.watching(request):
+    record = request.record
+    # The key distinguishes calls that autograd records: it is made before.
+    with monitor.watching(request), contextlib.nullcontext() if record is None else torch.no_grad():
         out, lse = dispatch.run(call, request.settings, caching)
-    if caching is None:
-        keep(request, call, dispatch.last_plan())
-    return to_caller_layout(call, out, lse)
+        if caching is None:
+            keep(request, call, dispatch.last_plan())
+        results = to_caller_layout(call, out, lse)
+    if record is None:
+        return results
+    tensors, _, lengths = request.parts
+    return cast("Result", record(tensors, lengths, results))
 
 
 def to_caller_layout(call: Call, out: torch.Tensor, lse: torch.Tensor | None) -> Result:

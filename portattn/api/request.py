@@ -38,6 +38,7 @@ class Request:
     values: dict[str, Any]  # all other arguments that decide the plan, by the caller's names
     asked: tuple[Any, Any] = (None, None)  # `backend` and `validate` as the caller gave them
     known_trace: tuple[CallRecipe, ShapeClass] | None = None  # of a call like it
+    record: Any = None  # of a training call: training.TrainingNode, whose `values` are the caller's
 
     def build(self) -> Call:
         """Validate, and return the Call. Raises ArgumentError."""
@@ -106,7 +107,7 @@ class Request:
 
     def kind(self) -> cache.CallKey:
         """Return the call's key: a cached one that matches, or a new one, not cached yet."""
-        settings, values, lengths = current(), self.fixed_values, self.lengths
+        settings, values, lengths = current(), self._key_values, self.lengths
         for known in cache.kinds(self.op, values):
             if known.match(tuple(self.tensors.values()), values, tuple(lengths.values()), settings) is not None:
                 return known
@@ -114,8 +115,13 @@ class Request:
 
     def new_kind(self, only: list[int] | None = None) -> cache.CallKey:
         """Return a new call key. only: sizes that it is limited to."""
-        lengths = self.lengths
-        return cache.CallKey(self.op, self.tensors, self.fixed_values, lengths, current(), only, ROWS[self.op].fixed)
+        return cache.CallKey(
+            self.op, self.tensors, self._key_values, self.lengths, current(), only, ROWS[self.op].fixed, self.record
+        )
+
+    @property
+    def _key_values(self) -> tuple[Any, ...]:
+        return self.fixed_values if self.record is None else self.record.values
 
 
 def checked_request(op: str, tensors: Sequence[Any], values: Sequence[Any], lengths: Sequence[Any]) -> Request:

@@ -42,8 +42,8 @@ class CallKey:
 
     __slots__ = (
         "_absent", "_distinct", "_guard", "_lengths", "_natives", "_only", "_present",
-        "_residues", "_twins", "_types", "classes", "hit", "kinds", "lengths", "names", "op", "places", "settings",
-        "value_names", "values",
+        "_residues", "_twins", "_types", "classes", "hit", "kinds", "lengths", "names", "op", "places", "record",
+        "settings", "value_names", "values",
     )  # fmt: skip
 
     def __init__(
@@ -55,8 +55,10 @@ class CallKey:
         settings: Settings,
         only: Sequence[int] | None = None,
         value_names: Sequence[str] = (),
+        record: Callable[..., Any] | None = None,
     ) -> None:
-        self.op, self.values, self.settings = op, values, settings
+        """Make a key. record: makes the results of a training call a node of autograd's graph (api/training.py)."""
+        self.op, self.values, self.settings, self.record = op, values, settings, record
         self.lengths, self.value_names = dict(lengths), tuple(value_names)
         self.names, self._lengths = tuple(tensors), tuple(lengths.values())
         every = list(tensors.values())
@@ -142,7 +144,7 @@ class CallKey:
                 level_name="_current_level", modes=mode_depth, index=cached._index, current=at.current,
                 stream=at.stream, empty=at.empty, take=at.take, give=at.give, hooked=direct.hooked, address=_address,
                 types=self._types, shape="shape", strides=_strides, lengths=self._lengths,
-                classes=self._natives, fixed=None if self._only is None else array("q", self._only).tobytes(),
+                classes=self._natives, record=self.record, fixed=None if self._only is None else array("q", self._only).tobytes(),
                 noted=last_plan, refused=cudadriver.refuse, low_bits=_LOW_BITS, reader=reader(),
                 absent=self._absent, given=self._present, twins=tuple(i for pair in self._twins for i in pair),
                 distinct=tuple(self._distinct), residues=tuple(self._residues),

@@ -674,10 +674,11 @@ static PyObject *sized_note(Sized *self) {
 /* ------------------------------------------------------------------------------------------------------------- Kind */
 
 /* What a Kind is made of, by the names that Python gives it: objects, and tuples of integers.
-   classes: a list of Sized; fixed: the only inputs that it takes, as int64, or None; take, give: of a launch's memory,
+   classes: a list of Sized; record: record(tensors, lengths, results) makes the results of a training call a node of
+   autograd's graph, None of another call; fixed: the only inputs that it takes, as int64, or None; take, give: of a launch's memory,
    None where `empty` makes it */
 #define OBJECTS(X) X(values) X(settings) X(guard) X(levels) X(level_name) X(modes) X(index) X(current) X(stream) X(empty) X(take) X(give) X(hooked) \
-  X(address) X(types) X(shape) X(strides) X(lengths) X(classes) X(fixed) X(noted) X(refused) X(reader)
+  X(address) X(types) X(shape) X(strides) X(lengths) X(classes) X(record) X(fixed) X(noted) X(refused) X(reader)
 #define INTEGERS(X) X(absent) X(given) X(twins) X(distinct) X(residues)
 #define COUNTED(name) Integers name;
 /* How tensors of exactly the types of a Kind, and `type`, are read without Python: launch/native.py. */
@@ -949,7 +950,8 @@ static void give_back(Kind *self, PyObject *taken) {
 /* kind(tensors, values, lengths, settings, out, lse, memory): the results; None where the call is of another kind;
    NotImplemented where it must go by Python: no class has its sizes, another device is current, a hook of Triton's is
    set, another thread is in here, or the thread has no context; and where out or lse, as far as tensors can be read
-   here, is not as it would be allocated. The last three arguments are None where they are to be allocated. */
+   here, is not as it would be allocated. The last three arguments are None where they are to be allocated, as a
+   training call's results always are. */
 static PyObject *kind_call(PyObject *callable, PyObject *const *args, size_t flags, PyObject *names) {
   Kind *self = (Kind *)callable;
   PyObject *given[MOST], *kept[MOST], *result = NULL;
@@ -958,6 +960,7 @@ static PyObject *kind_call(PyObject *callable, PyObject *const *args, size_t fla
   Py_ssize_t count = 0;
   if (PyVectorcall_NARGS(flags) != 7 || !PyTuple_Check(args[0])) return PyErr_Format(PyExc_TypeError, "a Kind takes seven");
   if (PyTuple_GET_SIZE(args[0]) != self->absent.count + self->given.count) Py_RETURN_NONE;
+  if (self->record != Py_None && args[4] != Py_None) Py_RETURN_NONE;
   int same = identical(self->values, args[1]);
   if (same > 0) same = equal(self->settings, args[3]);
   if (same > 0) same = same_tensors(self, args[0], args[2], given, addresses, inputs, &count);
@@ -1038,6 +1041,11 @@ end:
   for (Py_ssize_t i = 0; i < own; i++) Py_DECREF(kept[i]);
   Py_XDECREF(stream_of);
   if (taken) give_back(self, taken);
+  if (result && result != Py_NotImplemented && self->record != Py_None) { /* at last: hooks of autograd run Python */
+    PyObject *asked[] = {args[0], args[2], result}, *recorded = PyObject_Vectorcall(self->record, asked, 3, NULL);
+    Py_DECREF(result);
+    return recorded;
+  }
   if (!result && !PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, "CUDA's driver refused a launch");
   return result;
 }
