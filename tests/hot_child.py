@@ -360,6 +360,36 @@ def warm() -> None:
     assert monitor._armed is False
 
 
+def trained() -> None:
+    """A training call by native.c and by Python: its launches, those of its gradients, and its graph."""
+    q, k, v = (torch.zeros(1, 4, 32, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    arguments, (place, towards) = {"q": q, "k": k, "v": v, "causal": True}, torch.zeros(2, *q.shape, dtype=q.dtype)
+    seen = list[Any]()
+    with portattn.settings(isolate="never", canary="never"):
+        with torch.no_grad():
+            portattn.attention(**arguments)
+        torch.autograd.grad(portattn.attention(**arguments).sum(), (q, k, v))
+        entries, planned = [kind_of("attention"), kind_of("attention_backward")], len(chip.compiled_calls)
+        native = all(entry.hit for entry in entries)
+        for _ in ("by C", "by Python"):
+            with torch.no_grad():
+                alone = portattn.attention(**arguments).grad_fn
+            with contextlib.suppress(portattn.ArgumentError):
+                into(place, "attention", **arguments)
+            written = any(_holds(one, place) for one in fake.launches())
+            chip.allocated.clear()
+            out = portattn.attention(**arguments)
+            gradients = torch.autograd.grad(out, (q, k, v), towards)
+            named = arguments | {"do": towards} | {f"d{name}": one for name, one in zip("qkv", gradients, strict=True)}
+            seen.append([chip.normal(fake.launches(), named), alone, out.grad_fn.name(), written])
+            for entry in entries:
+                entry.hit = None
+        found["training"] = {
+            "native": native, "same": seen[0] == seen[1], "launches": [sorted(x[6]) for x in seen[0][0]],
+            "graph": [one[1:] for one in seen], "planned": chip.compiled_calls[planned:],
+        }  # fmt: skip
+
+
 def _with(settings: Any, work: Any) -> Any:
     def run(number: int) -> None:
         with portattn.settings(isolate="never", canary="never"):
@@ -375,5 +405,6 @@ if triton_compat.version() >= (3, 6):
     compare("mla gluon", "auto")
 concurrent()
 taken()
+trained()
 warm()
 print(json.dumps(found))

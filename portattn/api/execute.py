@@ -117,7 +117,7 @@ def lookup(
                     return found
                 continue
         matched = kind.match(tensors, values, lengths, settings)
-        if matched is None or (place is not None and kind.record is not None):
+        if matched is None:
             continue
         given, addresses, inputs = matched
         its_class = kind.find(inputs)

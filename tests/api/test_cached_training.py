@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from threads import run_threads
-from torch.utils import checkpoint
 from training_calls import KERNELS
 
 import portattn
@@ -109,15 +108,19 @@ def test_settings_and_arguments_are_part_of_the_call():
         assert portattn.attention(*inputs).grad_fn is not None
 
 
-def test_a_call_under_autocast_has_gradients_in_the_dtypes_of_its_tensors():
+@pytest.mark.parametrize("backend", ["auto", KERNELS])
+def test_a_call_under_autocast_has_gradients_in_the_dtypes_of_its_tensors(backend):
     inputs = leaves()
     found = []
     for _ in range(3):
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            out = portattn.attention(*inputs, causal=True)
+            out = portattn.attention(*inputs, causal=True, backend=backend)
         assert out.dtype is torch.bfloat16
         found.append(torch.autograd.grad(out.float().square().sum(), inputs))
-        assert portattn.attention(*inputs, causal=True).dtype is torch.float32
+        expected = portattn.attention(*inputs, causal=True, backend=backend)
+        assert expected.dtype is torch.float32
+    expected = torch.autograd.grad(expected.square().sum(), inputs)
+    torch.testing.assert_close(found[-1], expected, atol=0.05, rtol=0.05)
     assert all(gradient.dtype is torch.float32 for gradient in found[-1])
     assert all(torch.equal(a, b) for a, b in zip(found[0], found[-1], strict=True))
 
@@ -164,13 +167,14 @@ def test_hooks_run_and_a_module_s_copy_is_trained_by_itself():
     assert other.weight.grad.any()
 
 
-def test_one_tensor_in_several_places_is_a_call_of_its_own():
+@pytest.mark.parametrize("backend", ["auto", KERNELS])
+def test_one_tensor_in_several_places_is_a_call_of_its_own(backend):
     x, (q, k, v) = torch.randn(2, 2, 8, 16, requires_grad=True), leaves()
     for _ in range(2):
-        (joint,) = torch.autograd.grad(portattn.attention(x, x, x).sum(), [x])
+        (joint,) = torch.autograd.grad(portattn.attention(x, x, x, backend=backend).sum(), [x])
         for part in (q, k, v):
             part.data = x.detach().clone()
-        parts = torch.autograd.grad(portattn.attention(q, k, v).sum(), [q, k, v])
+        parts = torch.autograd.grad(portattn.attention(q, k, v, backend=backend).sum(), [q, k, v])
         torch.testing.assert_close(joint, sum(parts))
 
 
@@ -200,14 +204,6 @@ def test_a_forward_that_a_backward_pass_computes_anew_is_no_cached_call(backend)
         assert portattn.last_plan().path == "sdpa"
     portattn.attention(*inputs, backend=backend)
     assert portattn.last_plan().path == ("sdpa" if backend == "auto" else KERNELS)
-
-
-def test_a_checkpoint_computes_a_cached_call_again():
-    inputs = leaves()
-    expected = trained(lambda: portattn.attention(*inputs), inputs)
-    for _ in range(2):
-        found = trained(lambda: checkpoint.checkpoint(portattn.attention, *inputs, use_reentrant=False), inputs)
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_a_place_for_the_result_is_refused_beside_gradients_each_time():

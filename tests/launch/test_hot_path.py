@@ -93,6 +93,15 @@ def test_partial_results_lie_in_memory_that_is_given_back(seen: dict[str, Any]) 
     assert taken["left"] == 0
 
 
+def test_a_training_call_is_launched_by_c_and_is_a_node(seen: dict[str, Any]) -> None:
+    found = seen["training"]
+    assert (found["native"], found["same"], found["planned"]) == (True, True, [])
+    assert found["graph"] == [[None, "_CallBackward", False]] * 2, "none without autograd, or in given memory"
+    forward, *gradients = found["launches"]
+    assert {"q", "k", "v"} <= set(forward)
+    assert {"do", "dq", "dk", "dv"} <= {name for launch in gradients for name in launch}
+
+
 def test_threads_have_their_own_addresses(seen: dict[str, Any]) -> None:
     launches, firsts, wrong = seen["threads"]
     assert (launches, firsts, wrong) == (300, 150, [])
