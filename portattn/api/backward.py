@@ -75,7 +75,7 @@ def gradients(
         otherwise: path that computes them if no kernel runs or takes such wide heads: "reference"
     """
     way = _WAYS[op]
-    if way.unknown and any(tensors[place] is not None for place in way.unknown):
+    if [place for place in way.unknown if tensors[place] is not None]:
         return None
     if not _CAPTURED.isdisjoint(asked):  # torch differentiates score functions by the tensors that they read
         return None
@@ -220,7 +220,8 @@ def _by_name(
 
 def _rows(grad_out: torch.Tensor) -> torch.Tensor:
     """Return a gradient with contiguous rows: that of a sum has a stride of 0 along each axis."""
-    return grad_out if grad_out.stride(-1) == 1 and 0 not in grad_out.stride() else grad_out.contiguous()
+    strides = grad_out.stride()
+    return grad_out if strides[-1] == 1 and 0 not in strides else grad_out.contiguous()
 
 
 def _memory(name: str, tensor: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:

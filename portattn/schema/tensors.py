@@ -46,10 +46,13 @@ def collapse_broadcast(values: torch.Tensor) -> torch.Tensor:
     return values[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in values.stride())]
 
 
+_is_batched = torch._C._functorch.is_legacy_batchedtensor
+
+
 def are_mapped(*gradients: torch.Tensor | None) -> bool:
     """Return whether torch maps the backward pass over several gradients (`is_grads_batched`).
     Memory that is not mapped must not be written to then."""
-    return any(g is not None and torch._C._functorch.is_legacy_batchedtensor(g) for g in gradients)
+    return True in [_is_batched(g) for g in gradients if g is not None]
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
