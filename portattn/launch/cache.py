@@ -144,8 +144,8 @@ class CallKey:
                 level_name="_current_level", modes=mode_depth, index=cached._index, current=at.current,
                 stream=at.stream, empty=at.empty, take=at.take, give=at.give, hooked=direct.hooked, address=_address,
                 types=self._types, shape="shape", strides=_strides, lengths=self._lengths,
-                classes=self._natives, record=self.record, fixed=None if self._only is None else array("q", self._only).tobytes(),
-                noted=last_plan, refused=cudadriver.refuse, low_bits=_LOW_BITS, reader=reader(),
+                classes=self._natives, fixed=None if self._only is None else array("q", self._only).tobytes(),
+                record=self.record, noted=last_plan, refused=cudadriver.refuse, low_bits=_LOW_BITS, reader=reader(),
                 absent=self._absent, given=self._present, twins=tuple(i for pair in self._twins for i in pair),
                 distinct=tuple(self._distinct), residues=tuple(self._residues),
             )  # fmt: skip
