@@ -50,8 +50,8 @@ class TrainingNode:
     def __call__(self, tensors: tuple[Any, ...], lengths: tuple[Any, ...], results: Any) -> Result:
         """Return a call's results, given without a graph and with the LSE, as the call does."""
         # torch handles each argument of a node by itself: all that is no tensor is one argument, absent tensors none.
-        found = _apply((self, lengths, results), *[tensors[place] for place in self._places])
-        return found if self.returns_lse else found[0]
+        found: Result = _apply((self, lengths, results), *[tensors[place] for place in self._places])
+        return found
 
     def tensors(self, given: Sequence[Any]) -> tuple[Any, ...]:
         if self._absent is not None:
@@ -154,7 +154,7 @@ def run(node: TrainingNode, request: Request, call: Call | None) -> Result:
 
 
 class _Call(torch.autograd.Function):
-    """A node: (TrainingNode, lengths, results) and the given tensors -> the results, (out, lse)."""
+    """A node: (TrainingNode, lengths, (out, lse)) and the given tensors -> out, or (out, lse)."""
 
     @staticmethod
     def forward(ctx: Any, about: tuple[TrainingNode, tuple[Any, ...], Any], *given: Any) -> Any:
@@ -162,14 +162,12 @@ class _Call(torch.autograd.Function):
         ctx.save_for_backward(*given, *results)
         ctx.about = node, lengths
         ctx.set_materialize_grads(False)
-        return results
+        return results if node.returns_lse else results[0]
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Any, grad_lse: Any) -> Any:
+    def backward(ctx: Any, grad_out: Any, grad_lse: Any = None) -> Any:
         node, lengths = ctx.about
         saved, names = ctx.saved_tensors, node.arguments
-        if not node.returns_lse:
-            grad_lse = None
         if grad_out is None and grad_lse is None:
             return (None,) * len(names)
         *given, out, lse = saved
