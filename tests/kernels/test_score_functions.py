@@ -87,6 +87,15 @@ def test_lists_are_right(device: Device, name: str) -> None:
             gradient_cases.check(device, call, {"dot_precision": "bf16x6"})
 
 
+@pytest.mark.parametrize(("kind", "scales"), [("e4m3", "head"), ("e5m2", "none"), ("int8", "token")])
+@pytest.mark.parametrize("name", LISTED)
+def test_lists_beside_quantised_operands(device: Device, name: str, kind: str, scales: str) -> None:
+    stored = {"kv_format": kind, "kv_scales": scales, "dtype": "fp16", "head_dim": 32}
+    for operands in ("stored", "widened"):
+        call = random_call(problem("dense", **{"heads_q": 4} | BLOCKS | LISTED[name] | stored), device=device.name)
+        assert_right(call, *run_core(device, call, {"operands": operands}, {"block_n": 16}))
+
+
 def test_gradients_of_rows_whose_scores_are_all_infinite(device: Device) -> None:
     hidden = "t0 b ge q_idx 7\nt1 f where t0 score -inf\nout t1"
     call = gradient_cases.random(device, score_mod=hidden)

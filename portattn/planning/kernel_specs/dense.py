@@ -83,8 +83,6 @@ class DenseForward(CoreKernel):
         return tuple(name for name in super().read(problem, lowering) if name not in unread)
 
     def cannot(self, problem: Problem) -> tuple[str, str] | None:
-        if problem.block_mask and problem.q_format != "as_q":
-            return "block_mask is given beside quantised tensors", "backend='reference'"
         return cannot_list(problem) or super().cannot(problem)
 
     def in_blocks(self, problem: Problem, launch: Launch) -> Launch:
