@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from portattn.api.score_trace import trace
-from portattn.api.transform_checks import leave_out, left_out
+from portattn.api.transform_checks import called_while_traced, leave_out, left_out
 from portattn.config import current
 from portattn.errors import ArgumentError
 from portattn.kernels import score_program
@@ -302,6 +302,10 @@ def traced_score_mod(op: str, score_mod: Any, q: Any) -> Any:
     """Return the program's text of score_mod, and the tensors that it reads."""
     if isinstance(score_mod, str):
         return score_mod, *[None] * CAPTURES
+    # Dynamo knows no closure's cells here, and guards a function by its code.
+    known = torch.compiler.is_dynamo_compiling() and isinstance(score_mod, types.FunctionType)
+    if known and not score_mod.__code__.co_freevars and (text := _text_of_code(op, "score_mod", score_mod)):
+        return None if text == "out score" else text, *[None] * CAPTURES
     text, *captured = left_out["score functions"](op, "score_mod", score_mod, (None,) * CAPTURES, q)
     return None if text == "out score" else text, *captured
 
@@ -319,6 +323,18 @@ def traced_mask_mod(
 def _traced(op: str, name: str, function: Any, before: Captured, q: Any) -> Any:
     text, own = cached_trace(op, name, function)
     return _with_captured(op, name, text, own, before, q)
+
+
+@called_while_traced
+def _text_of_code(op: str, name: str, function: types.FunctionType) -> str:
+    """Return the text of a function that its code alone decides; "" of any other, and of one that is refused."""
+    own = function.__defaults__ or function.__kwdefaults__ or vars(function)
+    if own or any(not _of_torch(function.__globals__.get(each, torch)) for each in _names(function.__code__)):
+        return ""
+    try:
+        return cached_trace(op, name, function)[0]
+    except ArgumentError:  # raised where the graph breaks
+        return ""
 
 
 leave_out("score functions", _traced, "portattn traces score_mod and mask_mod itself, outside the graph")
