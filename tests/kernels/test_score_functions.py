@@ -25,11 +25,17 @@ DOCUMENTS = (
     "c1 i 1 2\nt0 i load c1 q_idx\nt1 i load c1 kv_idx\nt2 b eq t0 t1\nt3 i floordiv t0 -2\nt4 b ne t3 b\n"
     "t5 b and t2 t4\nout t5"
 )
+# A tree of new tokens, after the first 20 keys: words of bits, as tree_mask makes them, in a function with gradients.
+TREE = (
+    "c0 l 2 0\nt0 l load c0 b q_idx\nt1 i sub kv_idx 20\nt2 i maximum t1 0\nt3 l to_l t2\nt4 l rshift t0 t3\n"
+    "t5 l and t4 1\nt6 b eq t5 1\nt7 b lt kv_idx 20\nt8 b or t6 t7\nout t8"
+)
 FUNCTIONS: dict[str, dict[str, Any]] = {
     "table": {"score_mod": TABLE},
     "capped": {"score_mod": CAPPED, "sinks": True},
     "woven": {"score_mod": WOVEN, "softcap": True},
     "band": {"mask_mod": BAND},
+    "tree": {"mask_mod": TREE},
     "documents": {"score_mod": TABLE, "mask_mod": DOCUMENTS, "alibi_slopes": True},
 }
 NAN = float("nan")
