@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from portattn.errors import ArgumentError
 from portattn.kernels import score_program
 from portattn.kernels.score_program import INPUTS, Node, ScoreProgram
-from portattn.reference.score_functions import MADE_OF, divide_to_zero, evaluate
+from portattn.reference.score_functions import MADE_OF, divide_to_zero, evaluate, on_rows
 
 _aten = torch.ops.aten
 _KINDS = {torch.bool: "b", torch.int8: "i", torch.uint8: "i", torch.int16: "i", torch.int32: "i", torch.int64: "l"}
@@ -46,6 +46,7 @@ _SAME_NUMBERS = _VIEWS | {"index", "select"}
 _NARROW = frozenset({torch.int8, torch.uint8, torch.int16})
 _READS = ("_local_scalar_dense", "item", "is_nonzero", "equal")
 _ROUNDED = {torch.float16: "half", torch.bfloat16: "bfloat16"}
+MOST_ELEMENTS = 16  # of a row, each of which is a load
 _FILLED = {"zeros_like": 0.0, "ones_like": 1.0, "new_zeros": 0.0, "new_ones": 1.0, "zeros": 0.0, "ones": 1.0}
 _DTYPES = {"f": torch.float32, "i": torch.int32, "l": torch.int64, "b": torch.bool}
 
@@ -61,6 +62,9 @@ class _Indexed:
         self.number, self.indices, self.detached = number, indices, detached
 
 
+_Word = str | _Indexed | tuple[str, ...]  # the last of a row of numbers
+
+
 class _Recorder(TorchDispatchMode):
     """Records the operations that a function runs on tensors without data."""
 
@@ -68,7 +72,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.code = code
         self.nodes: list[Node] = []
-        self.words: dict[int, str | _Indexed] = {}  # of tensors by their id
+        self.words: dict[int, _Word] = {}  # of tensors by their id
         self.kinds: dict[str, str] = {}
         self.alive: list[torch.Tensor] = []  # so that no id is used twice
         self.captured: list[torch.Tensor] = []
@@ -100,22 +104,21 @@ class _Recorder(TorchDispatchMode):
         self.kinds[name] = kind
         return name
 
-    def bind(self, tensor: torch.Tensor, word: str | _Indexed) -> torch.Tensor:
+    def bind(self, tensor: torch.Tensor, word: _Word) -> torch.Tensor:
         self.words[id(tensor)] = word
         self.alive.append(tensor)
         return tensor
 
     def word(self, value: Any, kind: str | None = None) -> str:
         """Return the operand for a tensor or a number, cast to a kind."""
+        found: Any = None
         if isinstance(value, torch.Tensor):
-            found = self.words.get(id(value))
-            if found is None:
-                found = self.capture(value)
+            found = self.words.get(id(value)) or self.capture(value)
             if isinstance(found, _Indexed):
                 found = self.load(found)
         elif isinstance(value, (bool, int, float)):
             found = _number(value)
-        else:
+        if not isinstance(found, str):
             raise self.refuse(f"a {type(value).__name__} is no operand of a score")
         return found if kind is None else self.cast(found, kind)
 
@@ -165,6 +168,10 @@ class _Recorder(TorchDispatchMode):
                 raise self.refuse(f"{name} writes to a tensor that the function has not made")
             name = name[:-1]
         found = self.plain(name, func, args, kwargs)
+        if found is None and any(isinstance(each, torch.Tensor) and each.ndim for each in args):
+            indexed = name in _VIEWS or name in ("index", "select")
+            if not indexed or isinstance(self.words.get(id(args[0])), tuple):
+                return self.unrolled(name, func, args, kwargs)
         if found is None:
             found = self.record(name, func, args, kwargs)
         if isinstance(found, torch.Tensor) or not isinstance(found[0], str):
@@ -194,10 +201,36 @@ class _Recorder(TorchDispatchMode):
             word = self.emit("add", kind, self.emit("and", kind, self.emit("sub", kind, word, least), bits), least)
         return word, dtype
 
-    def fresh(self, word: str | _Indexed, dtype: torch.dtype, shape: Sequence[int] = ()) -> torch.Tensor:
+    def fresh(self, word: _Word, dtype: torch.dtype, shape: Sequence[int] = ()) -> torch.Tensor:
         """Return a tensor without data that stands for an operand."""
         with torch._C._DisableTorchDispatch():
             return self.bind(torch.empty(shape, dtype=dtype, device="meta"), word)
+
+    def elements(self, row: torch.Tensor) -> list[torch.Tensor]:
+        """Return a row's numbers, tensors without axes."""
+        found = self.words.get(id(row))
+        if isinstance(found, tuple):
+            return [self.fresh(word, row.dtype) for word in found]
+        if row.ndim > 1 or row.numel() > MOST_ELEMENTS:
+            shape = self.captured[found.number].shape if isinstance(found, _Indexed) else row.shape
+            limit = f"needs an index for each axis, but for a last one of at most {MOST_ELEMENTS}"
+            raise self.refuse(f"a captured tensor {tuple(shape)} {limit}")
+        loads = [self.index(row, [place]) for place in range(row.numel())]
+        return [self.fresh(word, row.dtype if kind == "i" else _DTYPES[kind]) for word, kind in loads]
+
+    def unrolled(self, name: str, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+        """Return the result of an operation on rows, element by element: a row, or the number it is reduced to."""
+        rows = {id(each): self.elements(each) for each in args if isinstance(each, torch.Tensor) and each.ndim}
+        count = min(map(len, rows.values()), default=0)
+        if not count or any(len(row) != count for row in rows.values()):
+            raise self.refuse(f"{name} of rows of {' and '.join(str(len(row)) for row in rows.values())} elements")
+        with self:
+            made = on_rows(name, func, args, kwargs, rows)
+        if made is None:
+            raise self.refuse(f"{func} is no operation on single scores, nor a sum of a row's numbers")
+        if isinstance(made, torch.Tensor):
+            return made
+        return self.fresh(tuple(map(self.word, made)), made[0].dtype, (count,))
 
     def plain(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the result of an operation that reads no score or index, and tensors with axes; None of any other."""
@@ -224,9 +257,7 @@ class _Recorder(TorchDispatchMode):
             if name == "lift_fresh":  # torch.tensor(number)
                 value = args[0]
                 return (_number(value.item()), self._kind_of_dtype(value.dtype)) if value.ndim == 0 else value
-            word = self.words.get(id(args[0]))
-            if word is None:
-                word = self.capture(args[0])
+            word: Any = self.words.get(id(args[0])) or self.capture(args[0])
             if isinstance(word, _Indexed):
                 if name not in _KEPT:
                     raise self.refuse(f"{name} of a captured tensor that has an index for some axes alone")
@@ -243,7 +274,9 @@ class _Recorder(TorchDispatchMode):
         if name == "index":
             return self.index(args[0], args[1])
         if name == "select":
-            return self.index(args[0], [args[2]] if args[1] == 0 else self._refuse_axis())
+            if args[1] != 0:
+                raise self.refuse("an axis other than the first is indexed")
+            return self.index(args[0], [args[2]])
         if name in ("_to_copy", "to"):
             given = [each for each in args[1:] if isinstance(each, torch.dtype)]
             dtype = kwargs.get("dtype") or (given[0] if given else None)
@@ -256,9 +289,9 @@ class _Recorder(TorchDispatchMode):
             return self.word(args[1], kind), kind
         if name == "pow":
             return self.power(args[0], args[1])
-        if name in ("reciprocal", "rsqrt", "sign", "clamp", "clamp_min", "clamp_max", "rsub",
-                    "isneginf", "isnan", "isinf", "log1p", "expm1", "trunc", "sgn"):  # fmt: skip
-            return self.composite(name, args, kwargs)
+        if name in ("reciprocal", "rsub"):
+            words = (1.0 if name == "reciprocal" else args[1], args[0])
+            return self.operation("div" if name == "reciprocal" else "sub", words, kwargs)
         op = name if name in _SAME else _OTHER.get(name)
         if op in (*_BITS, "not"):
             return self.bits(name, op, args)
@@ -269,9 +302,6 @@ class _Recorder(TorchDispatchMode):
             raise self.refuse(f"{func} is no operation on single scores")
         with self:
             return decomposed(*args, **kwargs)
-
-    def _refuse_axis(self) -> Any:
-        raise self.refuse("an axis other than the first is indexed")
 
     def _kind_of_dtype(self, dtype: torch.dtype) -> str:
         kind = "f" if dtype.is_floating_point else _KINDS.get(dtype)
@@ -370,36 +400,6 @@ class _Recorder(TorchDispatchMode):
             return self.operation("exp2", (self.tensor("mul", self.tensor("log2", base), number),), {})
         raise self.refuse("a power needs a number as its exponent, or a number above 0 as its base")
 
-    def composite(self, name: str, args: Any, kwargs: Any) -> tuple[str, str]:
-        x, op, t = args[0], self.operation, self.tensor
-        if name in ("reciprocal", "rsqrt"):
-            return op("div", (1.0, t("sqrt", x) if name == "rsqrt" else x), {})
-        if name in ("sign", "sgn"):
-            one = 1.0 if x.is_floating_point() else 1
-            return op("where", (t("gt", x, 0), one, t("where", t("lt", x, 0), -one, 0 * one)), {})
-        if name == "rsub":
-            return op("sub", (args[1], x), kwargs)
-        if name == "log1p":
-            return op("log", (t("add", x, 1.0),), {})
-        if name == "expm1":
-            return op("sub", (t("exp", x), 1.0), {})
-        if name == "isneginf":
-            return op("eq", (x, float("-inf")), {})
-        if name == "isnan":
-            return op("ne", (x, x), {})
-        if name == "isinf":
-            return op("eq", (t("abs", x), float("inf")), {})
-        if name == "trunc":
-            return op("where", (t("lt", x, 0), t("ceil", x), t("floor", x)), {})
-        given = [*args[1:], None, None]
-        low = kwargs.get("min", given[0] if name != "clamp_max" else None)
-        high = kwargs.get("max", given[0] if name == "clamp_max" else given[1])
-        if low is not None:
-            x = t("maximum", x, low)
-        if high is not None:
-            x = t("minimum", x, high)
-        return self.word(x), self.kind_of(self.word(x))
-
     def index(self, tensor: torch.Tensor, indices: Any) -> Any:
         found = self.words.get(id(tensor))
         if found is None:
@@ -458,11 +458,12 @@ def _number(value: Any) -> str:
 
 _TORCH = os.path.dirname(torch.__file__)
 _OWN = os.path.abspath(__file__)
-Trace = tuple[ScoreProgram, list[torch.Tensor]]  # captured tensors are numbered from 0
 
 
-def trace(op: str, name: str, function: Any) -> Trace:
-    """Return the program of a function, and the tensors that it captures. Raise ArgumentError if it has none."""
+def trace(op: str, name: str, function: Any) -> tuple[ScoreProgram, list[torch.Tensor]]:
+    """Return the program of a function, and the tensors that it captures, numbered from 0.
+
+    Raise ArgumentError if it has no program."""
     scores = name == "score_mod"
     inputs = INPUTS if scores else INPUTS[1:]
     inner = function

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -34,11 +35,27 @@ def divide_to_zero(a: Any, b: Any) -> torch.Tensor:
     return torch.where((a < 0) != (b < 0), -whole, whole)
 
 
+def _clamp(x: torch.Tensor, min: Any = None, max: Any = None) -> torch.Tensor:
+    """Return x within limits, numbers or tensors; the names are aten's."""
+    for limit, nearest in ((min, torch.maximum), (max, torch.minimum)):
+        if limit is not None:
+            if not isinstance(limit, torch.Tensor):
+                limit = torch.full_like(x, limit, dtype=x.dtype if isinstance(limit, int) else torch.float32)
+            x = nearest(x, limit)
+    return x
+
+
 # Operations that are made of others, by their names in aten.
 MADE_OF: dict[str, Callable[..., torch.Tensor]] = {
     "tan": lambda x: torch.sin(x) / torch.cos(x), "sinh": lambda x: (torch.exp(x) - torch.exp(-x)) * 0.5,
     "cosh": lambda x: (torch.exp(x) + torch.exp(-x)) * 0.5, "log10": lambda x: torch.log2(x) * math.log10(2.0),
     "erfc": lambda x: 1.0 - torch.erf(x), "silu": lambda x: x * torch.sigmoid(x), "real": lambda x: x * 1,
+    "rsqrt": lambda x: torch.reciprocal(torch.sqrt(x)), "log1p": lambda x: torch.log(x + 1.0),
+    "expm1": lambda x: torch.exp(x) - 1.0,
+    **dict.fromkeys(("sign", "sgn"), lambda x: (x > 0).to(x.dtype) - (x < 0).to(x.dtype)),
+    "isneginf": lambda x: x == -math.inf, "isnan": lambda x: x != x, "isinf": lambda x: abs(x) == math.inf,
+    "trunc": lambda x: torch.where(x < 0, torch.ceil(x), torch.floor(x)),
+    "clamp": _clamp, "clamp_min": _clamp, "clamp_max": lambda x, high: _clamp(x, None, high),
     "square": lambda x: x * x, "relu": lambda x: torch.maximum(x, torch.zeros_like(x)),
     "hardtanh": lambda x, low=-1.0, high=1.0: x.clamp(low, high),
     "leaky_relu": lambda x, slope=0.01: torch.where(x > 0, x, x * slope),
@@ -54,6 +71,43 @@ MADE_OF: dict[str, Callable[..., torch.Tensor]] = {
     "fmax": lambda a, b: torch.where(torch.isnan(a), b, torch.where(torch.isnan(b), a, torch.maximum(a, b))),
     "fmin": lambda a, b: torch.where(torch.isnan(a), b, torch.where(torch.isnan(b), a, torch.minimum(a, b))),
 }  # fmt: skip
+
+
+_REDUCED: Mapping[str, Callable[..., torch.Tensor]] = {
+    "sum": torch.add, "mean": torch.add, "prod": torch.mul, "amax": torch.maximum, "max": torch.maximum,
+    "amin": torch.minimum, "min": torch.minimum, "any": torch.logical_or, "all": torch.logical_and,
+}  # fmt: skip
+
+
+def on_rows(
+    name: str, func: Any, args: Any, kwargs: Mapping[str, Any], rows: Mapping[int, list[torch.Tensor]]
+) -> torch.Tensor | list[torch.Tensor] | None:
+    """Return the numbers of an operation's result on rows, or the one to which it reduces a row; None of any other.
+
+    Args:
+        name, func: the operation, by its name in aten
+        rows: the numbers of the arguments that are rows, of one length, by the argument's id."""
+    own: list[torch.Tensor] = rows.get(id(args[0]), [])
+    if torch.Tag.pointwise in func.tags or name == "_to_copy":
+        count = min(map(len, rows.values()))
+        return [func(*(rows[id(a)][i] if id(a) in rows else a for a in args), **kwargs) for i in range(count)]
+    if name == "select" or name in ("clone", "alias", "detach"):
+        return own[args[2]] if name == "select" else own
+    if name == "dot":
+        return (args[0] * args[1]).sum()
+    if name == "linalg_vector_norm" and args[1:2] in ((), (2,)):
+        return (args[0] * args[0]).sum(*args[2:]).sqrt()
+    axes = [each for given in args[1:] for each in (given if isinstance(given, (list, tuple)) else [given])]
+    if (
+        name not in _REDUCED
+        or len(func._schema.returns) > 1
+        or kwargs
+        or any(each not in (0, -1, None) for each in axes)
+    ):
+        return None
+    numbers = own if name != "sum" or own[0].is_floating_point() else [each.long() for each in own]
+    whole = functools.reduce(_REDUCED[name], numbers)
+    return whole / len(own) if name == "mean" else whole
 
 
 def evaluate(

@@ -57,6 +57,37 @@ def test_random_programs_on_kernels(seed: int) -> None:
     check_program(seed, "interpreter", learned=bool(seed % 2))
 
 
+POINTS, PARTS = torch.randn(KEYS, 3), torch.randint(0, 9, (KEYS, 3), dtype=torch.int32)
+# Score functions that read rows of at most 16 elements: what they add to a score, or a factor.
+OF_ROWS: dict[str, Callable[..., torch.Tensor]] = {
+    "distance": lambda p, q, kv: -(p[q] - p[kv]).pow(2).sum(-1).sqrt(),
+    "product": lambda p, q, kv: torch.dot(p[q], p[kv]) + p[q] @ p[kv] + (p[q] * 2 + 1)[-1],
+    "norm": lambda p, q, kv: (p[q] - torch.tensor([0.5, 1.0, 2.0], dtype=p.dtype)).norm(),
+    "extremes": lambda p, q, kv: p[q].max() + p[q].amin(-1) * p[kv].prod() - p[kv].mean(),
+    "truths": lambda p, q, kv: torch.where((p[q] > p[kv]).all() | (PARTS[q] == PARTS[kv]).any(-1), 1.0, -1.0),
+    "counts": lambda p, q, kv: (PARTS[q] == PARTS[kv]).sum() * 0.25 + PARTS[q].clamp(max=2).float().sum() / 8,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_ROWS)
+def test_rows_of_a_captured_tensor(name: str) -> None:
+    """Element by element, with gradients of the tensor."""
+
+    def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, points: torch.Tensor) -> list[torch.Tensor]:
+        mod = lambda s, b, h, q, kv: s + OF_ROWS[name](points, q, kv)  # noqa: E731
+        out, aux = flex_attention(q, k, v, mod, enable_gqa=True, return_aux=AuxRequest(lse=True))
+        return [out, aux.lse]
+
+    def right(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, points: torch.Tensor) -> list[torch.Tensor]:
+        rows = range(q.shape[2])
+        added = torch.stack([torch.stack([OF_ROWS[name](points, i, j) for j in range(KEYS)]) for i in rows])
+        scores = q @ k.repeat_interleave(2, 1).mT * q.shape[3] ** -0.5 + added
+        return [scores.softmax(-1) @ v.repeat_interleave(2, 1), scores.logsumexp(-1)]
+
+    given = [*qkv(), POINTS]
+    assert_right(results(ours, given), results(right, [t.double() for t in given]), results(right, given), name)
+
+
 def written(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
     FLOATS.add_(1)
     return s
@@ -103,7 +134,10 @@ REFUSED: dict[str, Bad] = {
     "bool": (lambda s, b, h, q, kv: s > 0, "must return a floating-point score; it returns a bool"),
     "nothing": (lambda s, b, h, q, kv: None, "it returns a NoneType"),
     "two": (lambda s, b, h, q, kv: (s, s), "it returns a tuple"),
-    "row": (lambda s, b, h, q, kv: s + FLOATS[h], "a captured tensor (4, 45) needs an index for each axis"),
+    "row": (lambda s, b, h, q, kv: s + FLOATS[h].sum(), "(4, 45) needs an index for each axis, but for a last one"),
+    "scan": (lambda s, b, h, q, kv: s + POINTS[q].cumsum(0)[1], "aten.cumsum.default is no operation on single scores"),
+    "rows": (lambda s, b, h, q, kv: s + (POINTS[q] * torch.ones(2)).sum(), "mul of rows of 3 and 2 elements"),
+    "order": (lambda s, b, h, q, kv: s + torch.linalg.vector_norm(POINTS[q], 0), "aten.linalg_vector_norm.default is"),
     "slice": (lambda s, b, h, q, kv: s + FLOATS[h, :][kv], "is sliced: give an index for each axis"),
     "float index": (lambda s, b, h, q, kv: s + FLOATS[h, kv / 2], "an index is no integer"),
     "too many indices": (lambda s, b, h, q, kv: s + FLOATS[b, h, kv], "a captured tensor (4, 45) has 3 indices"),
