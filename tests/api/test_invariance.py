@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from support import Device
+from opcalls import given, problem
+from support import Device, random_call
 
 import portattn
 from portattn import PathUnavailable, Plan, Problem, Registry
@@ -203,6 +204,45 @@ def test_a_row_has_the_same_bits_everywhere_in_kernels(seed: int, kind: str, dev
     check(range(seed, seed + 1), device.name, device.path, **KERNELS[kind])
 
 
+@pytest.mark.parametrize(
+    ("kind", "scales"), [("int8", "token"), ("int4", "token"), ("int4", "head"), ("nvfp4", "head")]
+)
+def test_rows_over_a_quantised_cache_have_the_same_bits_everywhere(kind: str, scales: str, device: Device) -> None:
+    """Of each sequence its rows alone, chunks of them, and the last as decoding has it, over the pages of all."""
+    fields = {"kv_format": kind, "kv_scales": scales, "causal": "bottom_right", "dtype": "bf16", "return_lse": False}
+    call = random_call(problem("ragged", head_dim=32, **fields | {"head_dim_v": 32}), seed=3, device=device.name)
+    named: dict[str, Any] = given(call) | {"max_seqlen_q": 64}
+    pages = {n: t for n, t in named.items() if n.endswith("_scale") and scales == "head" and t.shape[0] == 3}
+    assert bool(pages) == (scales == "head")
+
+    def attend(b: int, begin: int, stop: int, length: int) -> Any:
+        own = {name: t[b : b + 1] for name, t in (pages | {"page_table": named["page_table"]}).items()}
+        lengths = torch.tensor([length], dtype=torch.int32, device=device.name)
+        bounds = torch.tensor([0, stop - begin], dtype=torch.int32, device=device.name)
+        rows = named["q"][begin:stop]
+        return portattn.paged_attention(**named | own | {"q": rows, "seqlens_k": lengths, "cu_seqlens_q": bounds})
+
+    with portattn.settings(invariant=True, backend=device.path, fallback="error"):
+        whole = portattn.paged_attention(**named)
+        for b, (first, end) in enumerate(itertools.pairwise(named["cu_seqlens_q"].tolist())):
+            for begin, stop in {(first, end), (first, (first + end) // 2), (end - 1, end)} if end > first + 1 else ():
+                found = attend(b, begin, stop, int(named["seqlens_k"][b]) - (end - stop))
+                assert torch.equal(found, whole[begin:stop]), (b, begin, stop)
+
+
+def test_rows_of_chosen_blocks_do_not_depend_on_the_batch(device: Device) -> None:
+    q, k, v = (torch.randn(3, heads, rows, 16).to(device.name) for heads, rows in ((4, 9), (2, 100), (2, 100)))
+    blocks = torch.rand(3, 2, 9, 7).argsort(-1)[..., :5].int().to(device.name)
+    lengths = torch.tensor([100, 7, 55], dtype=torch.int32, device=device.name)
+    with portattn.settings(invariant=True, backend=device.path, fallback="error"):
+        given_all: Any = (q, k, v, blocks)
+        whole = portattn.block_sparse_attention(*given_all, block_size=16, seqlens_k=lengths, causal=True)
+        for b in range(3):
+            own = [t[b : b + 1] for t in given_all]
+            alone = portattn.block_sparse_attention(*own, block_size=16, seqlens_k=lengths[b : b + 1], causal=True)
+            assert torch.equal(alone[0], whole[b])
+
+
 @pytest.mark.parametrize("call", [dense, packed])
 @pytest.mark.parametrize("seed", range(4))
 def test_gradients_do_not_depend_on_the_batch(seed: int, call: Any, device: Device) -> None:
@@ -280,6 +320,30 @@ def test_operations_share_what_decides_bits_on_every_chip(release: str, dtype: s
             assert len(set(found.values())) <= 1, (target.name, found)
             seen |= {target.backend} if found else set()
     assert {"ascend"} <= seen if "ascend" in release else {"cuda", "rocm"} <= seen
+
+
+STORED: dict[str, dict[str, Any]] = {
+    "int8": {"kv_format": "int8", "kv_scales": "token"}, "int4": {"kv_format": "int4", "kv_scales": "token"},
+    "nvfp4": {"kv_format": "nvfp4", "kv_scales": "head"},
+    "chosen blocks": {"op": "block_sparse_attention", "tokens": 20, "block_k": 64, "seqlens_k": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", STORED)
+def test_quantised_caches_and_chosen_blocks_share_it_too(kind: str) -> None:
+    every = [{"seq_q": 1}, {"seq_q": 1, "batch": 500}, {"seq_q": 700, "batch": 2}]
+    if kind != "chosen blocks":
+        every = [{"op": op} | fields for op in ("decode_attention", "paged_attention") for fields in SIZES[op]]
+    free = set()
+    for target in Registry.load().targets("triton==3.6.0"):
+        found = {}
+        for fields in every:
+            with contextlib.suppress(PathUnavailable):
+                found[str(fields)] = deciding(planned(target, **STORED[kind], **fields))
+                other = Problem(**(SHAPE | {"dtype": "bf16"} | STORED[kind] | fields))
+                free.add((target.name, deciding(plan(other, target))))
+        assert len(set(found.values())) <= 1, (target.name, found)
+    assert len(free) > len({name for name, _ in free})  # otherwise nothing could differ
 
 
 def test_a_quirk_of_one_operation_is_a_quirk_of_all() -> None:

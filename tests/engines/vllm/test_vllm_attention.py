@@ -214,7 +214,7 @@ def test_builder_reads_nothing_back() -> None:
 
 @works("batch invariance")
 def test_batch_invariance(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request's row is the same, bit for bit, alone, among other decodes, and beside prefill; in the kernels."""
+    """A row is the same, bit for bit, alone, among others, in chunks, and after a cached prefix, in kernels."""
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     layer, alone = Layer(), Batch([(1, 50)])
     with portattn.settings(backend=KERNELS):
@@ -224,6 +224,12 @@ def test_batch_invariance(monkeypatch: pytest.MonkeyPatch) -> None:
             batch = Batch([*others, (1, 50)], seed=2)
             batch.q[-1], batch.k[-1], batch.v[-1] = alone.q[0], alone.k[0], alone.v[0]
             assert torch.equal(Layer().run(batch)[-1], expected[0]), others
+        prompt = Batch([(50, 50)], seed=7)
+        whole = Layer().run(prompt)
+        for begin, end in ((0, 21), (21, 50), (32, 33)):
+            batch = Batch([(1, 9), (end - begin, end)], seed=2)
+            batch.q[-1], batch.k[-1], batch.v[-1] = prompt.q[0][begin:end], prompt.k[0][:end], prompt.v[0][:end]
+            assert torch.equal(Layer().run(batch)[1:], whole[begin:end]), (begin, end)
 
 
 @works("kernels, interpreted")
