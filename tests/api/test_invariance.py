@@ -230,19 +230,6 @@ def test_rows_over_a_quantised_cache_have_the_same_bits_everywhere(kind: str, sc
                 assert torch.equal(found, whole[begin:stop]), (b, begin, stop)
 
 
-def test_rows_of_chosen_blocks_do_not_depend_on_the_batch(device: Device) -> None:
-    q, k, v = (torch.randn(3, heads, rows, 16).to(device.name) for heads, rows in ((4, 9), (2, 100), (2, 100)))
-    blocks = torch.rand(3, 2, 9, 7).argsort(-1)[..., :5].int().to(device.name)
-    lengths = torch.tensor([100, 7, 55], dtype=torch.int32, device=device.name)
-    with portattn.settings(invariant=True, backend=device.path, fallback="error"):
-        given_all: Any = (q, k, v, blocks)
-        whole = portattn.block_sparse_attention(*given_all, block_size=16, seqlens_k=lengths, causal=True)
-        for b in range(3):
-            own = [t[b : b + 1] for t in given_all]
-            alone = portattn.block_sparse_attention(*own, block_size=16, seqlens_k=lengths[b : b + 1], causal=True)
-            assert torch.equal(alone[0], whole[b])
-
-
 @pytest.mark.parametrize("call", [dense, packed])
 @pytest.mark.parametrize("seed", range(4))
 def test_gradients_do_not_depend_on_the_batch(seed: int, call: Any, device: Device) -> None:
