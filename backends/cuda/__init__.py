@@ -91,7 +91,10 @@ class CudaBackend(Backend):
     folder = Path(__file__).parent
     compiler_folders = ("backends/nvidia/", "third_party/nvidia/")
     compiler_words = ("ptxas",)
-    compiler_says = ("Triton PTX codegen error", "llvm.nvvm.")
+    compiler_says = (
+        "Triton PTX codegen error", "llvm.nvvm.", "Triton Error [CUDA]", "TritonNvidiaGPU", "NvidiaMma", "nvidia_mma",
+        "triton-nvidia-gpu-", "'fp8e4b15'",
+    )  # fmt: skip
     # As nvidia-smi and torch print them; `1g.10gb` is a part of a chip (MIG).
     device_words = (
         "nvidia", "geforce", "tesla", "gpu", "laptop", "generation", "server", "workstation", "edition", "max", "q",

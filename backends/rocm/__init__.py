@@ -51,7 +51,10 @@ class RocmBackend(Backend):
     folder = Path(__file__).parent
     compiler_folders = ("backends/amd/", "third_party/amd/")
     compiler_words = ("llvm-amdgpu",)
-    compiler_says = ("AMDGPU DAG->DAG", "%llvm.amdgcn.", "TritonAMDGPU")
+    compiler_says = (
+        "AMDGPU DAG->DAG", "%llvm.amdgcn.", "TritonAMDGPU", "Triton Error [HIP]", "AMDMfma", "AMDWmma", "amd_mfma",
+        "amd_wmma", "triton-rocm",
+    )  # fmt: skip
     device_words = (
         "amd", "instinct", "radeon", "tm", "r", "gpu", "graphics", "accelerator", "oam", "vf", "[0-9]*gb",
         "hbm[0-9]*",

@@ -223,7 +223,8 @@ def from_log(
     failures = recognise.split(log)
     if not failures:
         limit = "must hold the output of a compiler that failed: nothing in it is recognised (docs/logging-a-bug.md)"
-        raise ArgumentError(OP, "--from-log", origin, limit)
+        names = recognise.environment_in(log.text, "", registry).described()
+        raise ArgumentError(OP, "--from-log", origin, "; it names ".join(filter(None, [limit, names])))
     if all(found.failure.not_a_bug for found in failures):
         failure = failures[0].failure
         raise ArgumentError(
@@ -249,10 +250,14 @@ def _of_failure(
             raise ArgumentError(
                 OP, "--from-log", origin, f"must be a compiler's failure: {said}; give --backend if one did"
             )
-        which = "must name a chip or a compiler's backend, and names neither: give --target BACKEND:CHIP"
-        where = f"; recognised on line {failure.line}: {failure.cause[:80]}"
-        limit = f"{which}, or --backend ({', '.join(registry.backends)}){where}"
-        raise ArgumentError(OP, "--from-log", origin, limit)
+        backends = ", ".join(registry.backends)
+        limit = "must name a chip or a compiler's backend, and names neither: give --target BACKEND:CHIP, or --backend"
+        limit = f"{limit} ({backends})"
+        if around.foreign:
+            limit = f"must be a log of a compiler of a backend ({backends}), and is {around.foreign}'s: not drafted"
+        seen = f"{failure.cause[:160]} ({failure.symptom} at stage {failure.stage})"
+        limit = f"{limit}; recognised on line {failure.line}: {seen}"
+        raise ArgumentError(OP, "--from-log", origin, "; it names ".join(filter(None, [limit, around.described()])))
     owner = registry.backends.get(chosen)
     if owner is not None and not owner.core_path:
         limit = f"must be a backend that runs kernels of portattn's: {chosen} runs its library alone"

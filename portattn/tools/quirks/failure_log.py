@@ -54,6 +54,7 @@ class Patterns(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     stages: tuple[tuple[str, str], ...]
     variable: tuple[tuple[str, str], ...]
     any_failure: tuple[str, ...]
+    foreign: dict[str, tuple[str, ...]]
     versions: dict[str, tuple[str, ...]]
     switches: tuple[str, ...]
     symptoms: dict[Symptom, dict[str, str]]
@@ -87,7 +88,7 @@ _SUFFIX = re.compile(r" \[repeated \d+x across cluster\]$|', please check the st
 # Of a terminal: colours and titles. Copied from a page, a colour has lost its first character.
 _ESCAPES = re.compile(
     r"\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b\[[0-?]*[ -/]*[@-~]|\x1b[@-Z\\-_]|[\x00-\x08\x0e-\x1a\x7f]"
-    r"|\[(?:0|1|[39]\d(?:;\d{1,3})*|0?1;3\d|4\d)?m"
+    r"|\[(?:0|1|[39]\d(?:;\d{1,3})*|0?1;3\d|4\d)m|(?<!\w)\[m(?!\w)"
 )
 _NEARLY_ALL = 0.9  # of a log's lines, before a plain prefix is taken for one
 _FEW = 3  # lines, too few to tell whether all lines of a log have a prefix
@@ -232,11 +233,17 @@ def _unwrapped(lines: list[Line]) -> Iterator[Line]:
             others = (n for n, one in enumerate(rest) if one.stream != line.stream or _ASSERTING.search(one.text))
             rest = rest[: next(others, len(rest))]
             last = next((n for n, one in enumerate(rest) if "' failed" in one.text), None)
-            whole = " ".join(one.text.strip() for one in (line, *rest[: (last or 0) + 1]))
+            whole = functools.reduce(_rejoined, (one.text.strip() for one in (line, *rest[: (last or 0) + 1])))
             if last is not None and "Assertion `" in whole:
                 line, end = Line(line.number, whole, line.stream), at + last + 2
         yield line
         at = end
+
+
+def _rejoined(text: str, rest: str) -> str:
+    # A terminal cuts a name of C++ in two; between two words of a message is a blank.
+    cut = text[-1:].isalnum() and rest[:1].isalnum() and text.count('"') % 2 == 0
+    return text + ("" if cut else " ") + rest
 
 
 # The end of a failure's words: the last line of a traceback, the end of Ascend's report, a death, a test's result.
@@ -245,6 +252,7 @@ _ENDS = re.compile(
     r"(?!\n+(?:[ \t]|///|During handling|The above exception|loc\(|\[Convert|error:|[\"')]))"
     r"|^\s*///-+\[ERROR\]\[Triton\]\[END\]-*$"
     r"|^(?:.*\bcore dumped\b.*|Aborted|Segmentation fault|exit status \d+)$"
+    r"|^.*(?:Assertion `.*' failed\.?|UNREACHABLE executed at .*)$"
     r"|^(?:FAILED|PASSED|ERROR) \S+::.*$",
     re.MULTILINE,
 )

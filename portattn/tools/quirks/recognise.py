@@ -250,13 +250,26 @@ class LoggedEnvironment(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, LogValue] = {}  # compiler and components by name; a component with two versions is left out
     function: LogValue | None = None
     kernels: tuple[str, ...] = ()  # portattn's names of the core kernels with the source `function`
+    foreign: str = ""  # a compiler of chips that no backend has; then neither backend nor chip is read
 
     def completed(self, other: "LoggedEnvironment") -> "LoggedEnvironment":
         """Fill in missing parts from another text: the chip if the backends agree, and all versions."""
         same = self.backend is None or (other.backend is not None and other.backend.value == self.backend.value)
         chip = self if self.arch or self.chip or not same else other
-        versions, backend = other.versions | self.versions, self.backend or other.backend
-        return msgspec.structs.replace(self, backend=backend, arch=chip.arch, chip=chip.chip, versions=versions)
+        versions = other.versions | self.versions
+        if self.foreign:
+            return msgspec.structs.replace(self, versions=versions)
+        return msgspec.structs.replace(
+            self, backend=self.backend or other.backend, arch=chip.arch, chip=chip.chip, versions=versions,
+            foreign="" if self.backend else other.foreign,
+        )  # fmt: skip
+
+    def described(self) -> str:
+        chip = self.arch.value if self.arch else self.chip
+        where = f"{self.backend.value}:{chip}".rstrip(":") if self.backend else chip
+        versions = [f"{name}=={version.value}" for name, version in self.versions.items()]
+        kernel = f"kernel {self.function.value}" if self.function else ""
+        return ", ".join(filter(None, [self.foreign, where, *versions, kernel]))
 
     @property
     def compiler(self) -> str:
@@ -269,15 +282,17 @@ class LoggedEnvironment(msgspec.Struct, frozen=True, kw_only=True):
 def environment_in(text: str, family: str, registry: Registry) -> LoggedEnvironment:
     """Read the environment in a log; `family` is the failure's, `registry` has the known chips."""
     versions = {name: one for name, found in _versions().items() if (one := _version(text, found)) is not None}
-    owner = _backend(text, family, registry, versions)
-    backend, arch, chip = _chip(text, registry, owner)
+    foreign = next((name for name, words in patterns().foreign.items() if next(_found(text, words), None)), "")
+    owner = _backend(text, family, registry, {} if foreign else versions)
+    foreign = "" if owner else foreign
+    backend, arch, chip = (None, None, "") if foreign else _chip(text, registry, owner)
     match = next(_found(text, patterns().functions), None)
     name = match["name"] if match else ""
     return LoggedEnvironment(
         backend=backend or owner, arch=arch, chip=chip,
         versions=versions,
         function=LogValue(name, " ".join(match.group().split())) if match else None,
-        kernels=tuple(kernel.name for kernel in CORES.values() if name in kernel.functions),
+        kernels=tuple(kernel.name for kernel in CORES.values() if name in kernel.functions), foreign=foreign,
     )  # fmt: skip
 
 
@@ -293,7 +308,7 @@ def _chip(text: str, registry: Registry, owner: LogValue | None) -> tuple[LogVal
     every = [(backend, arch) for backend, known in arches.items() for arch in known.values()]
     kinds = {arch.compiler_target[0]: backend for backend, arch in every if arch.compiler_target}
     # The beginnings of names of chips that Triton compiles for: `sm_`, `gfx`.
-    prefixes = tuple({m.group() for _, arch in every if arch.compiler_target and (m := _PREFIX.match(arch.name))})
+    prefixes = {m.group(): b for b, arch in every if arch.compiler_target and (m := _PREFIX.match(arch.name))}
     # A glob's `*` would run over what follows the name.
     globs = [
         glob.replace("?", "[0-9A-Za-z]").replace("*", "[0-9A-Za-z]*") for _, arch in every for glob in arch.devices
@@ -301,7 +316,7 @@ def _chip(text: str, registry: Registry, owner: LogValue | None) -> tuple[LogVal
     devices = [rf"\b(?P<chip>{glob})\b" for glob in globs if glob[:1].isalpha()]
     for match in _found(text, (*patterns().chips, *devices)):
         kind, chip, words = match.groupdict().get("kind") or "", match["chip"], " ".join(match.group().split())
-        if (kind and kind not in kinds) or not (kind or chip.lower().startswith(prefixes)):
+        if (kind and kind not in kinds) or not (kind or chip.isdigit() or chip.lower().startswith((*prefixes,))):
             continue
         found = _arch_of(kind, chip, arches)
         if found:
@@ -311,13 +326,18 @@ def _chip(text: str, registry: Registry, owner: LogValue | None) -> tuple[LogVal
     words_of = {backend: described.device_words for backend, described in registry.backends.items()}
     bare = _WANTED.sub("", text)
     named = target_names.mentioned_chips(bare, arches, words_of)
-    for name in re.findall(rf"\b(?:{'|'.join(map(re.escape, prefixes))})\w+\b", bare) if prefixes else ():
-        named |= {(backend, name): name for backend, known in arches.items() if name in known}
+    unknown = {}
+    for prefix, backend in prefixes.items():  # sm87 is written for sm_87, too
+        for number in re.findall(rf"\b{re.escape(prefix.rstrip('_'))}_?(\d{{2,4}}[a-z]?)\b", bare):
+            name = next((n for n in (prefix + number, _VARIANT.sub("", prefix + number)) if n in arches[backend]), "")
+            (named if name else unknown)[backend, name or prefix + number] = prefix + number
+    named = named or (unknown if len(unknown) == 1 else {})
     if len(named) > 1 and owner:
         named = {pair: words for pair, words in named.items() if pair[0] == owner.value}
     if len(named) == 1:
         [((found_in, name), words)] = named.items()
-        return LogValue(found_in, words), LogValue(name, words), ""
+        known = name in arches[found_in]
+        return LogValue(found_in, words), LogValue(name, words) if known else None, "" if known else name
     return None, None, ""
 
 
@@ -331,7 +351,8 @@ def _arch_of(kind: str, chip: str, arches: _Arches) -> tuple[str, str] | None:
                     continue
                 if name not in (chip, chip.lower()) and not _is_numbered(arch):
                     continue
-                if name == arch.name or (target and kind and name == str(target[1])) or arch.is_device(name):
+                numbered = target is not None and (kind or chip.isdigit()) and name == str(target[1])
+                if name == arch.name or numbered or arch.is_device(name):
                     return backend, arch.name
     return None
 
@@ -345,7 +366,7 @@ def _spelled(kind: str, chip: str, arches: _Arches) -> str:
     """Return an unknown chip's name in the form of its kind's arches: 75 is sm_75."""
     for arch in (arch for known in arches.values() for arch in known.values() if _is_numbered(arch)):
         assert arch.compiler_target is not None, "_is_numbered asks"
-        if arch.compiler_target[0] == kind and chip.isdigit():
+        if chip.isdigit() and kind in ("", arch.compiler_target[0]):
             return arch.name.replace(str(arch.compiler_target[1]), chip)
         prefix = _PREFIX.match(arch.name)
         if prefix and chip.startswith(prefix.group()):
@@ -355,10 +376,12 @@ def _spelled(kind: str, chip: str, arches: _Arches) -> str:
 
 def _backend(text: str, family: str, registry: Registry, versions: Mapping[str, LogValue]) -> LogValue | None:
     slashed = text.replace("\\", "/")  # a compiler's folder on Windows
-    for name, backend in registry.backends.items():
-        for words in (*backend.compiler_folders, *backend.compiler_says):
-            if words in text or words in slashed:
-                return LogValue(name, words)
+    backends = registry.backends.items()
+    telling = [(name, words) for name, b in backends for words in b.compiler_folders]
+    telling += [(name, words) for name, b in backends for words in b.compiler_says]
+    for name, words in telling:
+        if words in text or words in slashed:
+            return LogValue(name, words)
     owners = [name for name, backend in registry.backends.items() if family in backend.compiler_words]
     if owners:
         return LogValue(owners[0], family)
@@ -384,7 +407,8 @@ def _version(text: str, found: Iterable[str]) -> LogValue | None:
             version = str(Version(match["version"]))
         except ValueError:  # InvalidVersion, or a number of more digits than Python reads
             continue
-        versions.setdefault(version, LogValue(version, " ".join(match.group().split())))
+        # A build's label is no other version: 3.6.0 and 3.6.0+git0.
+        versions.setdefault(version.partition("+")[0], LogValue(version, " ".join(match.group().split())))
     return next(iter(versions.values())) if len(versions) == 1 else None
 
 
