@@ -380,7 +380,8 @@ class AscendBackend(Backend):
         "[ConvertTritonIRToLinalgIR]",
         "[ConvertLinalgRToBinary]",
         "[ConvertLinalgIRToBinary]",
-        "BiShengHIR",
+        "BiSheng",
+        "kernel.ttadapter.mlir",
     )
     device_words = ("huawei", "npu", "[0-9]*gb")
     options = MappingProxyType({"multibuffer": bool, "enable_fp_fusion": bool})

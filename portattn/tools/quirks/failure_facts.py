@@ -245,18 +245,15 @@ def _of_failure(
         around = around.completed(other)
     chosen = named["backend"] or (around.backend.value if around.backend else "")
     if not chosen and not failure.not_a_bug:
-        if failure.family == "process" and not any(map(compilers.is_compiler, around.versions)):
-            said = f"{failure.cause!r} (line {failure.line}) says that a process ended, and nothing names a compiler"
-            raise ArgumentError(
-                OP, "--from-log", origin, f"must be a compiler's failure: {said}; give --backend if one did"
-            )
-        backends = ", ".join(registry.backends)
+        compiling = failure.stage != recognise.UNKNOWN or any(map(compilers.is_compiler, around.versions))
         limit = "must name a chip or a compiler's backend, and names neither: give --target BACKEND:CHIP, or --backend"
-        limit = f"{limit} ({backends})"
         if around.foreign:
-            limit = f"must be a log of a compiler of a backend ({backends}), and is {around.foreign}'s: not drafted"
-        seen = f"{failure.cause[:160]} ({failure.symptom} at stage {failure.stage})"
-        limit = f"{limit}; recognised on line {failure.line}: {seen}"
+            limit = f"must be of a compiler that a backend has, and is one of {around.foreign}: not drafted; backends"
+        elif failure.family == "process" and not compiling:
+            limit = "must be a compiler's failure: a process ended, and nothing names a compiler; give --backend"
+        stage = "" if around.foreign else f" at stage {failure.stage}"
+        seen = f"recognised on line {failure.line}: {failure.cause[:160]} ({failure.symptom}{stage})"
+        limit = f"{limit} ({', '.join(registry.backends)}); {seen}"
         raise ArgumentError(OP, "--from-log", origin, "; it names ".join(filter(None, [limit, around.described()])))
     owner = registry.backends.get(chosen)
     if owner is not None and not owner.core_path:

@@ -97,7 +97,7 @@ _MOST_PREFIXES = 8  # of one line
 _QUOTED = re.compile(r"(?:CompilationError|OutOfResources)\((['\"])at \d+:\d+:\\n")
 _END_OF_REPR = re.compile(r"['\"]\)>?\s*$")
 _ASSERTING = re.compile(r"\w\.(?:cpp|h|cc|inc):\d+:")
-_MOST_WRAPPED = 3  # lines that follow the first of an assertion
+_MOST_WRAPPED = 6  # lines that follow the first of an assertion
 _JSON_FILE = re.compile(r'\{"log":".*\}\s*$')
 _BOMS = (
     (codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF16_LE, "utf-16"),
@@ -232,10 +232,10 @@ def _unwrapped(lines: list[Line]) -> Iterator[Line]:
             rest = lines[at + 1 : at + 1 + _MOST_WRAPPED]
             others = (n for n, one in enumerate(rest) if one.stream != line.stream or _ASSERTING.search(one.text))
             rest = rest[: next(others, len(rest))]
-            last = next((n for n, one in enumerate(rest) if "' failed" in one.text), None)
-            whole = functools.reduce(_rejoined, (one.text.strip() for one in (line, *rest[: (last or 0) + 1])))
-            if last is not None and "Assertion `" in whole:
-                line, end = Line(line.number, whole, line.stream), at + last + 2
+            wholes = itertools.accumulate((one.text.strip() for one in (line, *rest)), _rejoined)
+            last, whole = next(((n, text) for n, text in enumerate(wholes) if "' failed" in text), (0, ""))
+            if "Assertion `" in whole:
+                line, end = Line(line.number, whole, line.stream), at + last + 1
         yield line
         at = end
 
@@ -252,7 +252,7 @@ _ENDS = re.compile(
     r"(?!\n+(?:[ \t]|///|During handling|The above exception|loc\(|\[Convert|error:|[\"')]))"
     r"|^\s*///-+\[ERROR\]\[Triton\]\[END\]-*$"
     r"|^(?:.*\bcore dumped\b.*|Aborted|Segmentation fault|exit status \d+)$"
-    r"|^.*(?:Assertion `.*' failed\.?|UNREACHABLE executed at .*)$"
+    r"|^.*(?:Assertion `.*' failed\.?|UNREACHABLE executed at .*|LLVM ERROR: (?!Cannot select: (?:0x|t\d)).*)$"
     r"|^(?:FAILED|PASSED|ERROR) \S+::.*$",
     re.MULTILINE,
 )

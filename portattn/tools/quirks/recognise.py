@@ -283,14 +283,13 @@ def environment_in(text: str, family: str, registry: Registry) -> LoggedEnvironm
     """Read the environment in a log; `family` is the failure's, `registry` has the known chips."""
     versions = {name: one for name, found in _versions().items() if (one := _version(text, found)) is not None}
     foreign = next((name for name, words in patterns().foreign.items() if next(_found(text, words), None)), "")
-    owner = _backend(text, family, registry, {} if foreign else versions)
+    owner = _backend(text, "" if foreign else family, registry, {} if foreign else versions)
     foreign = "" if owner else foreign
     backend, arch, chip = (None, None, "") if foreign else _chip(text, registry, owner)
     match = next(_found(text, patterns().functions), None)
     name = match["name"] if match else ""
     return LoggedEnvironment(
-        backend=backend or owner, arch=arch, chip=chip,
-        versions=versions,
+        backend=backend or owner, arch=arch, chip=chip, versions=versions,
         function=LogValue(name, " ".join(match.group().split())) if match else None,
         kernels=tuple(kernel.name for kernel in CORES.values() if name in kernel.functions), foreign=foreign,
     )  # fmt: skip
@@ -326,7 +325,7 @@ def _chip(text: str, registry: Registry, owner: LogValue | None) -> tuple[LogVal
     words_of = {backend: described.device_words for backend, described in registry.backends.items()}
     bare = _WANTED.sub("", text)
     named = target_names.mentioned_chips(bare, arches, words_of)
-    unknown = {}
+    unknown: dict[tuple[str, str], str] = {}
     for prefix, backend in prefixes.items():  # sm87 is written for sm_87, too
         for number in re.findall(rf"\b{re.escape(prefix.rstrip('_'))}_?(\d{{2,4}}[a-z]?)\b", bare):
             name = next((n for n in (prefix + number, _VARIANT.sub("", prefix + number)) if n in arches[backend]), "")
