@@ -207,8 +207,7 @@ def begun(results: Path, identity: dict[str, Any]) -> dict[str, list[str]]:
         part.write_text(json.dumps({"identity": identity}) + "\n", encoding="utf-8")
         part.replace(results)
     before, tests, _ = read(results)
-    differing = [name for name in SAME if before.get(name) != identity[name]]
-    if differing:
+    if differing := [name for name in SAME if before.get(name) != identity[name]]:
         said = ", ".join(f"{name} {before.get(name)}, now {identity[name]}" for name in differing)
         raise Failed(f"{results} is of another state ({said}): name another place")
     whole = results.read_bytes()

@@ -171,8 +171,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def run(given: argparse.Namespace, results: Path, package: Path) -> dict[str, Any]:
     """Run the sample, then the cases that ran out of memory, alone. Raises Failed if nothing could be run."""
-    missing = [path for path in FILES if not (given.source / path).is_file()]
-    if missing:
+    if missing := [path for path in FILES if not (given.source / path).is_file()]:
         raise chip_suite.Failed(f"{given.source} has no {', '.join(missing)}")
     texts = PACKAGE | {place: (given.source / path).read_text() for path, place in BESIDE.items()}
     for path, text in texts.items():

@@ -14,8 +14,7 @@ NEEDED = ("filelock", "msgspec", "numpy", "packaging", "platformdirs")  # what t
 
 def _find() -> None:
     """Have the library beside this file found, here and by the processes that it starts. Raises ImportError."""
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
+    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         names = " ".join(missing)
         raise ImportError(f"the portattn kernel needs {', '.join(missing)}, not installed here: pip install {names}")
     loaded = sys.modules.get("portattn")

@@ -96,8 +96,7 @@ def _check(version: str, out: Path, tag: str, arch: str) -> None:
         raise Failed(f"{out}: the archive's name must end in .txz")
     if out.is_dir() or not out.parent.is_dir():
         raise Failed(f"{out}: " + ("a folder has this name" if out.is_dir() else "its folder is not there"))
-    missing = [name for name in ("strip", "xz") if shutil.which(name) is None]
-    if missing:
+    if missing := [name for name in ("strip", "xz") if shutil.which(name) is None]:
         raise Failed(f"needs {' and '.join(missing)} on PATH (packages binutils, xz-utils)")
 
 

@@ -53,7 +53,7 @@ class RocmBackend(Backend):
     compiler_words = ("llvm-amdgpu",)
     compiler_says = (
         "AMDGPU DAG->DAG", "%llvm.amdgcn.", "TritonAMDGPU", "Triton Error [HIP]", "AMDMfma", "AMDWmma", "amd_mfma",
-        "amd_wmma", "triton-rocm",
+        "amd_wmma", "triton-rocm", "amdgcn-amd-amdhsa",
     )  # fmt: skip
     device_words = (
         "amd", "instinct", "radeon", "tm", "r", "gpu", "graphics", "accelerator", "oam", "vf", "[0-9]*gb",

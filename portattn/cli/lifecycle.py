@@ -69,12 +69,12 @@ def new(
     if log is not None:
         found = failure_facts.from_log(_read(log), log.name, registry, target, toolchain, backend, kernel)
     else:
-        for option, value in (
-            ("--backend", backend), ("--target", target), ("--toolchain", toolchain), ("--kernel", kernel),
-            ("--failure", number),
-        ):  # fmt: skip
+        named = {"backend": backend, "target": target, "toolchain": toolchain, "kernel": kernel, "failure": number}
+        for option, value in named.items():
             if value is not None:
-                raise ArgumentError("quirks new", option, value, "goes with --from-log: an incident knows where it was")
+                raise ArgumentError(
+                    "quirks new", f"--{option}", value, "goes with --from-log: an incident knows its own"
+                )
         incident, others = _incident(incident_id or "")
         found = [failure_facts.from_incident(incident, others, registry)]
     if number is not None and not 1 <= number <= len(found):
@@ -92,8 +92,7 @@ def new(
     else:
         for n, draft in made.items():
             _show_failure(draft, n, len(found))
-        left = len(found) - len(made)
-        if left:
+        if left := len(found) - len(made):
             click.echo(f"{plural(left, 'other failure')} in the log: leave --failure out to draft each")
     if any(not draft.files and not draft.failure["not_a_bug"] for draft in made.values()):
         raise click.exceptions.Exit(RED)

@@ -117,8 +117,7 @@ def admit(
             contender = build()
             error = gate.error(contender)
         except FAILURES as failure:
-            gone = lost()
-            if gone:
+            if gone := lost():
                 raise DeviceLost(name, failure, gone) from None
             found.refused[name] = reason(failure)
             continue

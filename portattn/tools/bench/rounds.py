@@ -216,8 +216,7 @@ def interleaved(contenders: Mapping[str, Contender], clock: DeviceClock, timing:
                         clock.turn_ms(contender.run, timing, 1, guess)
                     ms = clock.turn_ms(contender.run, timing, calls(timing, guess), guess)
             except FAILURES as failure:
-                lost = clock.lost()
-                if lost:
+                if lost := clock.lost():
                     raise DeviceLost(name, failure, lost) from None
                 turns.failed[name] = reason(failure)
                 turns.ms.pop(name, None)

@@ -189,8 +189,7 @@ def compare(old: Snapshot, new: Snapshot, asked: Callable[[SnapshotCell], bool] 
             changes.append(_alone(before, "gone", text, causes=_gone(before, new)))
             continue
         met.add(place)
-        change = _change(old, before, new, after)
-        if change is not None:
+        if (change := _change(old, before, new, after)) is not None:
             changes.append(change)
     for entry in new.entries:
         if entry.place not in met:

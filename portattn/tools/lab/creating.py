@@ -346,8 +346,7 @@ def _tried(name: str, making: Path) -> dict[str, str]:
 def _write_marker(folder: Path, name: str, python: str, versions: dict[str, str]) -> None:
     for program in packages(folder).glob("triton/backends/nvidia/bin/ptxas*"):
         done = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
-        release = re.search(r"\bV(\d+(?:\.\d+)+)", done.stdout)
-        if release:
+        if release := re.search(r"\bV(\d+(?:\.\d+)+)", done.stdout):
             versions = versions | {program.name: release.group(1)}
     marker = Marker(
         toolchain=name, python=python, created=datetime.date.today(), bytes=folders.size(folder),

@@ -137,8 +137,7 @@ def state(toolchain: str) -> ToolchainState:
         return ToolchainState(toolchain=toolchain, broken=f"{MARKER} cannot be read: {error.strerror}")
     except msgspec.DecodeError as error:
         return ToolchainState(toolchain=toolchain, broken=f"{MARKER} cannot be understood: {error}")
-    wrong = _wrong(folder, marker, toolchain)
-    if wrong:
+    if wrong := _wrong(folder, marker, toolchain):
         return ToolchainState(toolchain=toolchain, broken=wrong)
     try:
         beside = programs(toolchain)

@@ -207,8 +207,7 @@ def lacks(quirk: Quirk) -> _Lacks:
     yield from _signature(quirk)
     for name, text in quirk.when.toolchain.items():
         yield from _range(quirk, name, text)
-    now = new_location(quirk.evidence.upstream)
-    if now:
+    if now := new_location(quirk.evidence.upstream):
         yield ("evidence", "upstream"), f"{quirk.id}: {quirk.evidence.upstream} has moved; its project is at {now} now"
 
 

@@ -200,10 +200,9 @@ def form_of(facts: Facts) -> Form:
         return "numbers" if facts.specialised is not None else "missing"
     if facts.signature is not None:
         return "specialisation"
-    program = facts.program
-    if program is None:
+    if facts.program is None:
         return "missing"
-    return "ptx" if program.kind == "ptx" else "text"
+    return "ptx" if facts.program.kind == "ptx" else "text"
 
 
 def program(facts: Facts, name: str, title: str, target: Target | None) -> str:
@@ -230,9 +229,8 @@ def program(facts: Facts, name: str, title: str, target: Target | None) -> str:
 def about(facts: Facts) -> str:
     chips = ", ".join(f"{facts.backend}:{arch}" for arch in facts.arches) or f"{facts.backend}, chip not known"
     with_ = f" with {facts.compiler}" if facts.compiler else ", compiler not known"
-    text = (
-        f"Seen on {chips}{with_}: {facts.failure.symptom} at stage {facts.failure.stage}. Drafted from {facts.origin}."
-    )
+    failed = f"{facts.failure.symptom} at stage {facts.failure.stage}"
+    text = f"Seen on {chips}{with_}: {failed}. Drafted from {facts.origin}."
     return textwrap.fill(text, 116, break_on_hyphens=False)
 
 
@@ -251,32 +249,26 @@ def _assigned(name: str, value: object, kind: str = "") -> list[str]:
 
 def _signature_data(signature: dict[str, Any], env: dict[str, str]) -> list[str]:
     lines = [f"MODULE, FUNCTION = {signature['module']!r}, {signature['function']!r}"]
-    lines += _assigned("TYPES", dict(signature["types"]))
-    lines += _assigned("CONSTANTS", dict(signature["constants"]), ": dict[str, Any]")
-    lines += _assigned("DIVISIBLE", list(signature["divisible"]))
-    lines += _assigned("OPTIONS", dict(signature["options"]), ": dict[str, Any]")
+    for name, kind in (
+        ("types", ""),
+        ("constants", ": dict[str, Any]"),
+        ("divisible", ""),
+        ("options", ": dict[str, Any]"),
+    ):
+        lines += _assigned(name.upper(), signature[name], kind)
     return lines + _assigned("ENV", dict(env), ": dict[str, str]")
 
 
 def _options(facts: Facts) -> dict[str, Any]:
-    program = facts.program
-    text = program.text if program else ""
-    found: dict[str, Any] = {}
-    warps = re.search(r"num-warps\"? = (\d+)", text)
-    if warps:
-        found["num_warps"] = int(warps[1])
-    stages = re.search(r"num[-_]stages=(\d+)", program.passes if program else "")
-    if stages:
-        found["num_stages"] = int(stages[1])
-    return found
+    text, passes = (facts.program.text, facts.program.passes) if facts.program else ("", "")
+    found = {"num_warps": re.search(r"num-warps\"? = (\d+)", text)}
+    found["num_stages"] = re.search(r"num[-_]stages=(\d+)", passes)
+    return {name: int(match[1]) for name, match in found.items() if match}
 
 
 def _numbers_request(facts: Facts, target: str) -> dict[str, Any]:
     what = facts.specialised
     assert what is not None
-    return {
-        "problem": msgspec.to_builtins(what.problem), "path": "triton", "target": target,
-        "device": Registry.load().backends[facts.backend].device_type, "kernel": what.kernel,
-        "lowering": msgspec.to_builtins(what.lowering), "launch": msgspec.to_builtins(what.launch),
-        "env": dict(what.env), "seed": 0,
-    }  # fmt: skip
+    parts = {name: msgspec.to_builtins(getattr(what, name)) for name in ("problem", "lowering", "launch", "env")}
+    device = Registry.load().backends[facts.backend].device_type
+    return {**parts, "path": "triton", "target": target, "device": device, "kernel": what.kernel, "seed": 0}

@@ -117,8 +117,7 @@ def _compared(
     yield _kernel(quirk, facts)
     yield _chip(quirk, facts, registry)
     yield _versions(quirk, facts, target)
-    wrong = [text for text, holds in _conditions(quirk, facts) if holds is False]
-    if wrong:
+    if wrong := [text for text, holds in _conditions(quirk, facts) if holds is False]:
         yield _Compared("conditions", False, f"it holds only where {', '.join(wrong)}, which is not so here")
 
 

@@ -226,10 +226,8 @@ def from_log(
         names = recognise.environment_in(log.text, "", registry).described()
         raise ArgumentError(OP, "--from-log", origin, "; it names ".join(filter(None, [limit, names])))
     if all(found.failure.not_a_bug for found in failures):
-        failure = failures[0].failure
-        raise ArgumentError(
-            OP, "--from-log", origin, f"must be a compiler's failure: {failure.cause}; {failure.not_a_bug}"
-        )
+        limit = f"must be a compiler's failure: {failures[0].failure.cause}; {failures[0].failure.not_a_bug}"
+        raise ArgumentError(OP, "--from-log", origin, limit)
     named = _named(registry, target, toolchain, backend, kernel)
     return [_of_failure(found, log, len(failures) == 1, origin, registry, named) for found in failures]
 

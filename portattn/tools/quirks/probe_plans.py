@@ -98,8 +98,7 @@ def run_arm(
     if arm == "control":
         return _control(quirk, target, registry, worker, seconds, passes)
     begun = with_start_values(registry, stated, target)
-    variant = variant_in(quirk, stated, registry)
-    if variant is not None:
+    if (variant := variant_in(quirk, stated, registry)) is not None:
         return _of_variant(quirk, variant, arm, stated, target, begun, worker, seconds)
     try:
         made = plan_arm(quirk, arm, stated, target, begun)
@@ -285,8 +284,7 @@ class Specialisation(msgspec.Struct, frozen=True, kw_only=True):
 
     def cannot(self, target: Target) -> str:
         kernel = CORES[self.problem.op]
-        refused = kernel.cannot(self.problem)
-        if refused:
+        if refused := kernel.cannot(self.problem):
             return refused[0]
         for choice, value, why in kernel.limits(self.problem, self.lowering, self.launch):
             if getattr(self.lowering, choice) != value:
@@ -387,8 +385,7 @@ def compile_all(
     reply, function = Reply(outcome="ok"), ""
     for launch in what.launches(target, registry):
         reply, function = compile_in(worker, launch, made, target, seconds, "basic", again=False), launch.function
-        over = over_limit(reply, target) if reply.outcome == "ok" else ""
-        if over:
+        if over := over_limit(reply, target) if reply.outcome == "ok" else "":
             reply = Reply(outcome="error", stage="load", kind="OutOfResources", message=over)
         if reply.outcome != "ok":
             break

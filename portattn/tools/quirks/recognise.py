@@ -256,13 +256,9 @@ class LoggedEnvironment(msgspec.Struct, frozen=True, kw_only=True):
         """Fill in missing parts from another text: the chip if the backends agree, and all versions."""
         same = self.backend is None or (other.backend is not None and other.backend.value == self.backend.value)
         chip = self if self.arch or self.chip or not same else other
-        versions = other.versions | self.versions
-        if self.foreign:
-            return msgspec.structs.replace(self, versions=versions)
-        return msgspec.structs.replace(
-            self, backend=self.backend or other.backend, arch=chip.arch, chip=chip.chip, versions=versions,
-            foreign="" if self.backend else other.foreign,
-        )  # fmt: skip
+        versions, foreign = other.versions | self.versions, self.foreign or ("" if self.backend else other.foreign)
+        named = {} if foreign else {"backend": self.backend or other.backend, "arch": chip.arch, "chip": chip.chip}
+        return msgspec.structs.replace(self, versions=versions, foreign=foreign, **named)
 
     def described(self) -> str:
         chip = self.arch.value if self.arch else self.chip
@@ -284,14 +280,13 @@ def environment_in(text: str, family: str, registry: Registry) -> LoggedEnvironm
     versions = {name: one for name, found in _versions().items() if (one := _version(text, found)) is not None}
     foreign = next((name for name, words in patterns().foreign.items() if next(_found(text, words), None)), "")
     owner = _backend(text, "" if foreign else family, registry, {} if foreign else versions)
-    foreign = "" if owner else foreign
-    backend, arch, chip = (None, None, "") if foreign else _chip(text, registry, owner)
-    match = next(_found(text, patterns().functions), None)
-    name = match["name"] if match else ""
+    backend, arch, chip = (None, None, "") if foreign and not owner else _chip(text, registry, owner)
+    name = match["name"] if (match := next(_found(text, patterns().functions), None)) else ""
     return LoggedEnvironment(
         backend=backend or owner, arch=arch, chip=chip, versions=versions,
         function=LogValue(name, " ".join(match.group().split())) if match else None,
-        kernels=tuple(kernel.name for kernel in CORES.values() if name in kernel.functions), foreign=foreign,
+        kernels=tuple(kernel.name for kernel in CORES.values() if name in kernel.functions),
+        foreign="" if owner else foreign,
     )  # fmt: skip
 
 
@@ -376,11 +371,10 @@ def _spelled(kind: str, chip: str, arches: _Arches) -> str:
 def _backend(text: str, family: str, registry: Registry, versions: Mapping[str, LogValue]) -> LogValue | None:
     slashed = text.replace("\\", "/")  # a compiler's folder on Windows
     backends = registry.backends.items()
-    telling = [(name, words) for name, b in backends for words in b.compiler_folders]
-    telling += [(name, words) for name, b in backends for words in b.compiler_says]
-    for name, words in telling:
-        if words in text or words in slashed:
-            return LogValue(name, words)
+    for kind in ("compiler_folders", "compiler_says"):  # a folder tells more than a word
+        for name, words in ((name, words) for name, backend in backends for words in getattr(backend, kind)):
+            if words in text or words in slashed:
+                return LogValue(name, words)
     owners = [name for name, backend in registry.backends.items() if family in backend.compiler_words]
     if owners:
         return LogValue(owners[0], family)

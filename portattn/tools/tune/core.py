@@ -69,13 +69,11 @@ class _Axes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def _check(axis: Axis) -> None:
     """Raise ValueError for an unknown trait, condition, choice or name."""
-    unknown = set(axis.chip).difference(TRAITS, WARPS)
-    if unknown:
+    if unknown := set(axis.chip).difference(TRAITS, WARPS):
         raise ValueError(f"axis {axis.name}: chip names {min(unknown)!r}; known: {', '.join((*TRAITS, *WARPS))}")
     conditions.parse_all(axis.when)
     if axis.name in CHOICES:
-        outside = [value for value in axis.values if value not in CHOICES[axis.name]]
-        if outside:
+        if outside := [value for value in axis.values if value not in CHOICES[axis.name]]:
             raise ValueError(f"axis {axis.name}: {outside[0]!r} is outside {CHOICES[axis.name]}")
     elif axis.name not in (*LAUNCH_FIELDS, *options(), "occupancy") or axis.name == "splits":
         raise ValueError(f"axis {axis.name!r} is no field of Launch, no compiler option and no Lowering choice")
@@ -297,15 +295,13 @@ def compile_plan(
                 facts[COSTS] = msgspec.json.encode(bound.costs(code, launch, facts, target)).decode()
         if reader is not None and isinstance(launch, KernelCall):
             facts, lints = reader.analyze(reply, launch, target)
-            red = "; ".join(str(lint) for lint in lints if lint.red)
-            if red:
+            if red := "; ".join(str(lint) for lint in lints if lint.red):
                 return tunable.CompileResult(red, facts)
         if working:
             found = _most(found, facts) if launch.function in working else found
         else:
             found = facts if found is None else found
-        over = over_limit(reply, target)
-        if over:
+        if over := over_limit(reply, target):
             return tunable.CompileResult(over, found)
     return tunable.CompileResult("", found)
 

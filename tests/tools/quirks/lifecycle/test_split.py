@@ -37,7 +37,7 @@ def test_one_after_the_other() -> None:
         [True, False],
         [False, True],
     ]
-    assert (second.text.splitlines()[second.at - 1], first.failure.also) == (KPACK, ())
+    assert (second.text.splitlines()[second.at - 1], first.failure.also) == (KPACK, ("ptxas-failed",))
 
 
 def test_what_wraps_a_failure_or_passes_it_on_is_not_another_one() -> None:
