@@ -6,6 +6,7 @@ Errors have torch's types: ArgumentError is a ValueError, FlexArgumentError is a
 
 from __future__ import annotations
 
+import re
 import types
 from collections import namedtuple
 from collections.abc import Callable, Mapping
@@ -24,6 +25,7 @@ from portattn.reference.blockwise import largest_scores
 from portattn.reference.score_functions import WHOLE, block_marks
 from portattn.schema.ops import CAPTURED
 from portattn.validate.checks import check_size
+from portattn.validate.dense import without_layout
 
 __all__ = [
     "AuxOutput", "AuxRequest", "BlockMask", "FlexArgumentError", "and_masks", "create_block_mask", "create_mask",
@@ -31,6 +33,7 @@ __all__ = [
 ]  # fmt: skip
 
 WHO = "flex_attention"
+_NAMES = {"q": "query", "k": "key", "v": "value"}
 
 
 class FlexArgumentError(ArgumentError, NotImplementedError):
@@ -125,7 +128,12 @@ def flex_attention(
         "scale": scale, "score_mod": score_mod, "block_mask": block_mask, "mask_mod": mask_mod,
         "layout": "bshd" if bshd else "bhsd",
     }  # fmt: skip
-    found = ops.attention(turn(query), turn(k), turn(v), return_lse=aux.lse, backend=backend, **arguments)
+    try:
+        found = ops.attention(turn(query), turn(k), turn(v), return_lse=aux.lse, backend=backend, **arguments)
+    except ArgumentError as error:
+        if torch.compiler.is_dynamo_compiling():  # it shows the first error alone
+            raise
+        raise _in_torchs_names(error) from None
     out, lse = found if isinstance(found, tuple) else (found, None)
     out = turn(out)
     if return_aux is None:
@@ -134,6 +142,14 @@ def flex_attention(
     if aux.max_scores:
         largest = left_out["largest scores"](turn(query), turn(k), **arguments)
     return out, AuxOutput(lse=lse, max_scores=largest)
+
+
+def _in_torchs_names(error: ArgumentError) -> ArgumentError:
+    def named(text: str) -> str:
+        return re.sub(r"\b[qkv]\b", lambda found: _NAMES[found[0]], text)
+
+    limit = without_layout(error.limit, ("q", "k", "v"))
+    return ArgumentError(WHO, named(error.argument), error.value, named(limit))
 
 
 def _check(query: Any, key: Any, value: Any, block_mask: Any, enable_gqa: bool) -> None:
