@@ -126,7 +126,7 @@ REFUSED: dict[str, Bad] = {
     "into": (into, f"{FILE}:{{}}: add writes to a tensor that the function has not made"),
     "branch": (branching, f"{FILE}:{{}}: the value of a tensor decides"),
     "read": (read, f"{FILE}:{{}}: the value of a tensor decides"),
-    "elsewhere": (elsewhere, "reads a tensor (45,) on meta', but must read tensors on q's device, cpu"),
+    "elsewhere": (elsewhere, "reads a tensor (45,) on meta', but must read tensors on query's device, cpu"),
     "arguments": (lambda s, b, h, q: s, "score_mod is '(s, b, h, q)', but must take 5 arguments"),
     "no function": (5, "score_mod is 'int', but must be a function of (score, b, h, q_idx, kv_idx)"),  # type: ignore[dict-item]
     "text": ("causal", "score_mod is 'str', but must be a function, or a program of one"),  # type: ignore[dict-item]

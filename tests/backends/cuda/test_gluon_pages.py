@@ -81,7 +81,7 @@ def test_partial_results_have_a_place_for_each_row(fields, rows):
 
 
 @pytest.mark.parametrize(("fields", "why"), [
-    (DECODING, "489 and 490 for 64"), ({**DECODING, "total_q": 64}, "64 sequences 489 for 490"),
+    (DECODING, "489 and 490 for 64"), ({**DECODING, "total_q": 64}, "489 and 490 for 64"),
     ({**DECODING, "window_left": 1023, "kv_format": "e4m3"}, "65 and 71 with a window of 1,024"),
     ({**DECODING, "window_left": 199, "batch": 256}, "from 512 keys of a sequence, and 100,000 of all"),
     (FEW, "and 100,000 of all sequences and key heads, on"),
