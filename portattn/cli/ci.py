@@ -79,6 +79,7 @@ def _kinds() -> Sequence[str]:
 @options(
     ("--quick", FLAG, "The quick set of problems (the default)."),
     ("--full", FLAG, "The full set of problems: seconds of plans, hours of compiling."),
+    ("--kernels", FILE, "Kernels of other packages in place of problems (docs/ci.md); needs --compile."),
     ("--baseline", PATH | {"metavar": "FILE"}, "A baseline, or an earlier run, in place of the old compiler's side."),
     ("--quirk-folder", PATH | {"metavar": "DIR"},
      "Quirk files of your own that come with the change: they hold on the new side alone."),
@@ -98,7 +99,7 @@ def _kinds() -> Sequence[str]:
 @json_option
 def ci(
     before: str | None, after: str | None, targets: tuple[str, ...], problems: tuple[str, ...], quick: bool, full: bool,
-    baseline: Path | None, quirk_folder: Path | None, compiled: bool, create: bool, jobs: int, seconds: float,
+    kernels: Path | None, baseline: Path | None, quirk_folder: Path | None, compiled: bool, create: bool, jobs: int, seconds: float,
     emulate: bool, expected: Path | None, today: datetime.datetime | None, fail_on: tuple[str, ...],
     summary: Path | None, out: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
@@ -115,12 +116,16 @@ def ci(
     from portattn.tools.compare.sides import LEFT_OUT, read_request
     from portattn.tools.matrix.run import Options
 
-    matrix_compare.one_set("ci", quick, full)
+    matrix_compare.one_set("ci", quick, full, kernels)
     if create and not compiled:
         raise ArgumentError("ci", "--create", "on", "goes with --compile")
     red, listed = _fail_on(fail_on, compiled), matrix_compare.expected_of(expected)
-    which: SetName | None = "full" if full else "quick" if quick else None
-    what = read_request(before, after, targets, problems, which=which, baseline=baseline, quirks=quirk_folder)
+    if kernels and not compiled:
+        raise ArgumentError("ci", "--kernels", str(kernels), "goes with --compile: kernels of other packages have no plan")
+    which: SetName | None = "kernels" if kernels else "full" if full else "quick" if quick else None
+    what = read_request(
+        before, after, targets, problems, which=which, baseline=baseline, quirks=quirk_folder, kernels=kernels
+    )
     for option, path, reason in (("--summary", summary, takes_no_file), ("--out", out, takes_no_files)):
         if path and (why := reason(path)):  # said before the work
             raise ArgumentError("ci", option, str(path), f"cannot be written: {why}")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from portattn.cli import INTERRUPTED, matrix_compare
+from portattn.cli import INTERRUPTED, matrix_compare, require_some
 from portattn.cli.matrix_compare import PAGE, SHOWN, TARGETS, tell_cells, write_page
 from portattn.cli.output import emit_json, json_option, plural, tell_unknown
 from portattn.tools import param_types
@@ -33,6 +33,7 @@ def matrix() -> None:
     ("--out", PATH | SHOWN | {"default": Path(".matrix")}, "Folder of the results."),
     ("--quick", FLAG, "A handful of problems (the default)."),
     ("--full", FLAG, "Every dtype × head_dim × mask, and each feature: hours."),
+    ("--kernels", FILE, "Kernels of other packages, of a file (docs/ci.md), in place of problems."),
     ("--targets", TARGETS,
      "Targets, as `rocm`, `gfx9*`, `cuda:sm_90` or a family (`rdna3`); repeat it, or use commas."),
 )  # fmt: skip
@@ -52,8 +53,8 @@ def matrix() -> None:
 @options(("--host", {"metavar": "NAME"}, "What this machine is called in the record and in merged runs."))
 @json_option
 def run(
-    out: Path, quick: bool, full: bool, targets: tuple[str, ...], problems: tuple[str, ...], toolchain: tuple[str, ...],
-    all_toolchains: bool, create: bool, ascend_python: str | None, jobs: int, seconds: float, resume: bool,
+    out: Path, quick: bool, full: bool, kernels: Path | None, targets: tuple[str, ...], problems: tuple[str, ...],
+    toolchain: tuple[str, ...], all_toolchains: bool, create: bool, ascend_python: str | None, jobs: int, seconds: float, resume: bool,
     emulate: bool, run_ptx_compat: bool | None, host: str | None, baseline: Path | None, fail_on: tuple[str, ...],
     expected: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
@@ -78,8 +79,8 @@ def run(
     from portattn.tools.matrix.cells import snapshot
     from portattn.tools.matrix.run import Options, execute
 
-    matrix_compare.one_set("matrix run", quick, full)
-    which: SetName = "full" if full else "quick"
+    matrix_compare.one_set("matrix run", quick, full, kernels)
+    which: SetName = "kernels" if kernels else "full" if full else "quick"
     # Whatever is wrong with these is said before a run of hours.
     red = matrix_compare.red_kinds(fail_on, "matrix run", baseline is not None)
     listed = matrix_compare.expected_of(expected)
@@ -89,7 +90,7 @@ def run(
     globs, names = select.globs(targets), select.commas(problems)
     where = select.targets(globs, select.toolchains(toolchain, all_toolchains), ascend, which)
     pythons = {str(ascend): ascend_python} if ascend_python else {}
-    specs = select.specs(select.problems(which, names), where)
+    specs = select.specs(select.subjects(which, names, kernels), where)
     asked_for = sides.MatrixRequest(where, globs, names, which, all_toolchains)
     if before is not None:
         asked_for.must_share(before, specs)
@@ -140,6 +141,37 @@ def run(
         changes = asked_for.compared(before, snapshot(made, cells, str(out)))
     verdict = of_run(made, cells, fail_on=red, expected=listed, changes=changes, whole=False)
     _tell(made, cells, verdict, out, as_json, interrupted)
+
+
+@matrix.command()
+@options(
+    ("--out", FILE | {"required": True}, "The file of kernels to write."),
+    ("--most", SHOWN | {"type": click.IntRange(1, 1000), "default": 3}, "Launches of one kernel that are kept."),
+)
+@click.argument("command", metavar="COMMAND…", nargs=-1, required=True)
+@json_option
+def record(out: Path, most: int, command: tuple[str, ...], as_json: bool) -> None:
+    """Run a Python command, and write the Triton kernels that it launches into a file for `matrix run --kernels`.
+
+    With a device, or with TRITON_INTERPRET=1 without one; an autotuned kernel then takes its first configuration.
+
+    Exit status: the command's; 2 where it cannot be started, 3 where nothing was recorded."""
+    from portattn.errors import ArgumentError
+    from portattn.testing.kernel_cases import record as recorded
+
+    try:
+        found = recorded(command, out, most)
+    except OSError as error:
+        raise ArgumentError("matrix record", "COMMAND", command[0], f"cannot be run: {error.strerror}") from None
+    for text, number in found.left_out.items():
+        click.echo(f"left out, {plural(number, 'launch')}: {text}", err=True)
+    if as_json:
+        emit_json({"file": str(out), "kernels": found.kernels, "left_out": found.left_out, "status": found.status})
+    elif found.kernels:
+        click.echo(f"{out}: {plural(len(found.kernels), 'kernel')}: {', '.join(found.kernels)}")
+    if found.status:
+        raise click.exceptions.Exit(found.status)
+    require_some(len(found.kernels), "recorded", ["the command launched no Triton kernel"])
 
 
 @matrix.command()

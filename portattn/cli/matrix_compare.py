@@ -108,9 +108,11 @@ def verdict_options(function: F) -> F:
     return fail_on_option(changes)(_expected_option(function))
 
 
-def one_set(op: str, quick: bool, full: bool) -> None:
-    if quick and full:
-        raise ArgumentError(op, "--full", "on", "goes without --quick")
+def one_set(op: str, quick: bool, full: bool, kernels: Path | None) -> None:
+    if full and (quick or kernels):
+        raise ArgumentError(op, "--full", "on", f"goes without {'--quick' if quick else '--kernels'}")
+    if quick and kernels:
+        raise ArgumentError(op, "--quick", "on", "goes without --kernels")
 
 
 def red_kinds(texts: Sequence[str], op: str, compared: bool) -> frozenset[str]:

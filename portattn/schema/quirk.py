@@ -13,7 +13,7 @@ import msgspec
 
 from portattn.errors import SettingError
 from portattn.schema import conditions
-from portattn.schema.lowering import Launch, Lowering
+from portattn.schema.lowering import LAUNCH_FIELDS, Launch, Lowering
 from portattn.schema.problem import Problem
 from portattn.schema.symbolic_int import pin_sizes
 from portattn.schema.target import Target
@@ -79,6 +79,7 @@ STAGES = (
 )  # fmt: skip
 # The doubt about a version that a quirk's range names and that is unknown (Quirk.assumed).
 ASSUMED = "assumed: a version that its range asks about is not known"
+TILES = frozenset(LAUNCH_FIELDS) - {"num_warps", "num_stages"}  # launch values that are no compiler option
 NUMBER = re.compile(r"^(<=|>=|!=|<|>)(\d+)$")  # a launch value that is compared: ">=4"
 
 Symptom = Literal["compile-error", "compiler-crash", "hang", "wrong-result", "slow", "resource-limit"]
@@ -223,6 +224,26 @@ class Quirk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             and all(condition.name != "programs" for condition in features)
             and conditions.all_hold(features, problem.features())
         )
+
+    def names_foreign(self, function: str, target: Target, options: Mapping[str, Any]) -> bool:
+        """Return whether every condition holds for a kernel outside portattn, which has compiler options alone.
+
+        Features, choices and tiles are portattn's own: an entry with a condition on one names no other kernel, nor does
+        an entry that gives no `kernels` and changes one."""
+        when = self.when
+        own = when.features or when.lowering or TILES & when.launch.keys()
+        return (
+            not own
+            and bool(when.kernels or self.changes_foreign)
+            and self.concerns(function, target)
+            and self.in_range(target.toolchain)
+            and all(launch_holds(options.get(name), wanted) for name, wanted in when.launch.items())
+        )
+
+    @property
+    def changes_foreign(self) -> bool:
+        """Return whether the effect can change the compile of a kernel outside portattn."""
+        return self.effect.kind in ("launch", "env") and not TILES & self.effect.sets.keys()
 
     def names_variant(self, variant: str, target: Target) -> bool:
         """Return whether backend, arch and kernel match, and no choice or launch value of the core's is a condition."""

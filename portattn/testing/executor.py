@@ -319,20 +319,25 @@ def execute_code(request: dict[str, Any]) -> dict[str, Any]:
          "unchecked": ["barriers"]}
         {"outputs": {"out": […]}, "level": "emulated"}   or   {"strays": ["reads k past its end"], "level": …}
         or   {"missing": "no mlir-opt here"}"""
-    own = executors(request["target"].partition(":")[0]).values()
-    executor = next((one for one in own if one.code_task), None)
-    if executor is None:
-        return {"missing": f"nothing here executes code for {request['target']}"}
     arguments = {
         name: torch.tensor(value["values"], dtype=_TYPES[value["type"]]) if isinstance(value, dict) else value
         for name, value in request["arguments"].items()
     }
-    answer: dict[str, Any] = pkgutil.resolve_name(executor.code_task)(request, arguments)
+    answer, level = run_code(request, arguments)
     if "missing" in answer:
         return answer
     if not answer["strays"]:
         answer = {"outputs": {name: arguments[name].tolist() for name in request["outputs"]}}
-    return answer | {"level": executor.level}
+    return answer | {"level": level}
+
+
+def run_code(request: dict[str, Any], arguments: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """Run one kernel's code on argument tensors, which it changes; return the `code_task`'s answer, and its level."""
+    own = executors(request["target"].partition(":")[0]).values()
+    executor = next((one for one in own if one.code_task), None)
+    if executor is None:
+        return {"missing": f"nothing here executes code for {request['target']}"}, ""
+    return pkgutil.resolve_name(executor.code_task)(request, arguments), executor.level
 
 
 def main() -> None:

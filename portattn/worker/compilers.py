@@ -204,28 +204,32 @@ def read_own_files() -> None:
 def compile_signature(request: dict[str, Any], enter: Callable[[str], None]) -> dict[str, Any]:
     """Compile one Signature (as plain data) for one target and return facts about the machine code.
 
-    A signature with a `file` is of a kernel outside portattn. The request's `facts`: basic, full (registers, spills,
+    A signature with a `root` is of a kernel outside portattn; with a `case` its arguments' values specialise it. The request's `facts`: basic, full (registers, spills,
     instructions), text (the assembly), all, code (full, and the machine code's text), or object (the assembly, and the
     code object in base64). `enter(stage)` is called before each compiler stage."""
     signature, target = request["signature"], tuple(request["target"])
-    if "file" in signature:  # a user's kernel: a failure before `parse` is not the compiler's
+    if "root" in signature:  # another package's kernel: a failure before `parse` is not the compiler's
         from portattn.worker import own_kernels
 
-        function = own_kernels.find(*(signature[name] for name in ("module", "function", "file", "absent")))
+        function = own_kernels.kernel_of(signature["root"], signature["function"])
+        if "case" in signature:
+            signature = own_kernels.signature_of(function, signature["case"])
         enter("parse")
     else:
         enter("parse")
         function = getattr(importlib.import_module(signature["module"]), signature["function"])
+    # The arguments that are no constants after specialisation: the code takes these.
+    own: dict[str, Any] = {"arguments": ",".join(signature["types"])} if "case" in request["signature"] else {}
     wanted = request.get("facts")
     text = wanted in ("text", "all", "object")
     if request.get("adapter"):
         enter("adapter")
         adapter = load(request["adapter"])
         facts, texts = adapter(function, signature, target, enter, request.get("passes", ""))
-        return {"facts": facts | (texts if text else {}), "toolchain": triton.__version__}
+        return {"facts": facts | (texts if text else {}) | own, "toolchain": triton.__version__}
     kernel = build(function, signature, target, enter)
     enter("read")
-    facts = read(kernel, target[1], full=wanted in ("full", "all", "code"))
+    facts = own | read(kernel, target[1], full=wanted in ("full", "all", "code"))
     if text:
         facts |= assembly_text(kernel)
     if wanted == "code":

@@ -366,6 +366,8 @@ def complaints(function: str, seen: LaunchReport) -> list[str]:
 def run_code(request: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:
     """Execute a probe's kernel (testing/executor.py)."""
     lacking = missing_reason()
+    if parts := sorted(vendor_parts(request["texts"]["linalg"])):
+        lacking = f"only the vendor's compiler has {', '.join(parts)}"
     if lacking:
         return {"missing": lacking}
     seen = Programs().launch(request["texts"]["linalg"], tuple(request["grid"]), arguments, tuple(request["outputs"]))

@@ -110,7 +110,8 @@ def run_code(request: dict[str, Any], arguments: dict[str, Any]) -> dict[str, An
     sizes = {"lds_bytes": facts["scratchpad_bytes"], "waves": facts["num_warps"]}
     try:
         program = Program.parse(request["texts"]["amdgcn"])
-        program.launch(request["grid"], values, memory, checks=checks, step_limit=PROBE_STEPS, **sizes)
+        steps = request.get("steps", PROBE_STEPS)
+        program.launch(request["grid"], values, memory, checks=checks, step_limit=steps, **sizes)
     except Finding as finding:
         return {"strays": [f"{type(finding).__name__}: {finding}"]}
     except (UnknownInstruction, UnknownOperand) as error:

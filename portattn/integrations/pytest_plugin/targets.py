@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,6 +22,7 @@ from portattn.schema.toolchain import is_installed
 from portattn.tools import lab
 from portattn.tools.quirks.probe_results import BUG_FOUND, Outcome, matches
 from portattn.worker.client import Reply, Worker
+from portattn.worker.own_kernels import root_of
 
 OP = "compile"
 TEXTS = ("ptx", "amdgcn", "linalg")  # what a compiled kernel's text is called, by backend
@@ -102,9 +103,11 @@ def compile_for(
             raise ArgumentError(OP, "divisible", name, f"must be one of {', '.join(types)}")
     backend = Registry.load().backends[target.backend]
     adapter = backend.compile_adapter()
+    file = Path(inspect.getfile(function))
+    root = root_of(function.__module__, str(file))
     described = {
-        "module": function.__module__, "function": function.__name__, "file": inspect.getfile(function),
-        "absent": sorted({name.partition(".")[0] for name in sys.modules}), "types": types, "constants": constants,
+        "root": root or str(file.parent), "types": types,
+        "function": f"{function.__module__ if root else file.stem}:{function.__name__}", "constants": constants,
         "divisible": list(pointers if divisible is None else divisible), "small": pointers,
         "options": dict(options or {}),
     }  # fmt: skip
@@ -190,8 +193,8 @@ class KernelTarget:
         """Compile a kernel for this target with its toolchain, in a child process. No device is needed.
 
         Args:
-            kernel: a @triton.jit function at the top of a module's file, autotuned or not. The child imports that file;
-                modules that it imports besides Triton need not be in the lab's environment
+            kernel: a @triton.jit function at the top of a module's file, autotuned or not. The child runs the statements
+                of that file that the kernel needs; other packages need not be in the lab's environment
             signature: run-time argument -> Triton's type: `*fp16`, `i32`, `fp32`
             constexprs: tl.constexpr argument -> number, text, bool or None; optional if it has a default
             divisible: arguments that are multiples of 16; None for every pointer

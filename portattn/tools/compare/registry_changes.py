@@ -18,6 +18,7 @@ from portattn.schema.problem import Problem
 from portattn.schema.quirk import ASSUMED, LEVELS, Quirk
 from portattn.schema.target import Target
 from portattn.schema.toolchain import Toolchain
+from portattn.testing.kernel_cases import NamedKernel, quirks_of
 from portattn.tools.compare.sides import Pair, Plans, Side, parse_compiler
 from portattn.tools.matrix.problems import NamedProblem, quick
 
@@ -163,12 +164,13 @@ class QuirkChange(msgspec.Struct, frozen=True, kw_only=True):
         return self.unverified and (self.change != "stays" or bool(self.verified_before))
 
 
-def entries(pairs: Sequence[Pair]) -> Iterator[QuirkChange]:
+def entries(pairs: Sequence[Pair], kernels: Sequence[NamedKernel] = ()) -> Iterator[QuirkChange]:
+    """Yield the changes of quirks of portattn's kernels, or of the given ones of other packages."""
     known = {name: quirk for pair in pairs for side in pair for name, quirk in side.registry.quirks.items()}
     for quirk in known.values():
         changes: dict[Change, list[Pair]] = {}
         for pair in pairs:
-            held, holds = (_holds(quirk, side) for side in pair)
+            held, holds = (_holds(quirk, side, kernels) for side in pair)
             if held or holds:
                 changes.setdefault(CHANGES[held, holds], []).append(pair)
         for change, concerned in changes.items():
@@ -182,9 +184,11 @@ def entries(pairs: Sequence[Pair]) -> Iterator[QuirkChange]:
             )  # fmt: skip
 
 
-def _holds(quirk: Quirk, side: Side) -> bool:
+def _holds(quirk: Quirk, side: Side, kernels: Sequence[NamedKernel]) -> bool:
     if quirk.id not in side.registry.quirks:
         return False
+    if kernels:
+        return any(quirk in quirks_of(one, side.target, side.registry) for one in kernels)
     variants = side.registry.backends[side.target.backend].variants
     names = (*KERNEL_NAMES, *(variant.name for variant in variants if side.target.arch.name in variant.arches))
     concerned = any(quirk.concerns(name, side.target) for name in names)
@@ -321,16 +325,18 @@ class Upgrade(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compare(
-    pairs: Sequence[Pair], problems: Sequence[NamedProblem], say: Callable[[str], None] = lambda _: None
+    pairs: Sequence[Pair], subjects: Sequence[NamedProblem | NamedKernel], say: Callable[[str], None] = lambda _: None
 ) -> Upgrade:
     """Compare registries and plans."""
     plans, moved = Plans(), []
+    problems = [one for one in subjects if isinstance(one, NamedProblem)]
+    kernels = [one for one in subjects if isinstance(one, NamedKernel)]
     for named in problems:
         say(f"planning {named.name}")
         moved += [found for pair in pairs if (found := plan_change(named, pair, plans))]
     return Upgrade(
         before=pairs[0].old.compiler, after=pairs[0].new.compiler,
-        targets=tuple(pair.new.target.name for pair in pairs), entries=tuple(entries(pairs)),
+        targets=tuple(pair.new.target.name for pair in pairs), entries=tuple(entries(pairs, kernels)),
         moved=tuple(together(moved)), plans=len(problems) * len(pairs),
         variants=tuple(variant_upgrades(pairs, problems)), schedules=tuple(schedule_timings(pairs, problems, plans)),
     )  # fmt: skip

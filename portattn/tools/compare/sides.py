@@ -20,6 +20,7 @@ from portattn.schema import toml_reader
 from portattn.schema.plan import Plan
 from portattn.schema.target import Target
 from portattn.schema.toolchain import Toolchain, installed_for, is_installed
+from portattn.testing.kernel_cases import KERNELS, NamedKernel
 from portattn.tools import lab
 from portattn.tools.compare.changes import Diff, compare, part_of
 from portattn.tools.display_text import NAMED
@@ -125,6 +126,8 @@ def request_predicates(
         return not globs or name in names or any(fnmatch.fnmatchcase(part, glob) for part in parts for glob in globs)
 
     def problem(entry: SnapshotCell) -> bool:
+        if (entry.op == KERNELS) != (which == KERNELS):
+            return False
         named = not ops or any(select.wanted_name(entry.op, entry.name, glob) for glob in ops)
         return named and entry.name not in others
 
@@ -171,12 +174,12 @@ def baseline(path: Path | None, which: str) -> Snapshot | None:
 
 
 class CiRequest(NamedTuple):
-    """The request of `portattn ci`: two compilers on targets and problems, or a compiler and a baseline."""
+    """The request of `portattn ci`: two compilers on targets and problems or kernels, or a compiler and a baseline."""
 
     old: Toolchain
     new: Toolchain
     pairs: tuple[Pair, ...]  # each target under both compilers, with the registry of that side
-    problems: tuple[NamedProblem, ...]  # of the set `which`
+    problems: tuple[NamedProblem | NamedKernel, ...]  # of the set `which`
     which: SetName
     baseline: Snapshot | None = None  # the old side; None: it is made
     own: tuple[str, ...] = ()  # ids of the quirks that the user's folder adds to the new side
@@ -198,6 +201,7 @@ class CiRequest(NamedTuple):
 def read_request(
     before: str | None, after: str | None, targets: Sequence[str] = (), problems: Sequence[str] = (), *,
     which: SetName | None = None, baseline: Path | None = None, quirks: Path | None = None,
+    kernels: Path | None = None,
 ) -> CiRequest:  # fmt: skip
     """Read the request of `portattn ci`. Raises ArgumentError or DataError on bad input.
 
@@ -215,7 +219,7 @@ def read_request(
     added = with_quirks(registry, quirks) if quirks else registry
     ops = select.commas(problems)
     with _as_ci():
-        named = select.problems(chosen, ops)
+        named = select.subjects(chosen, ops, kernels)
         if kept is not None and not problems:
             named = [one for one in named if one.name in kept.problems]
         globs = select.globs(targets)
@@ -294,9 +298,13 @@ def _which(which: SetName | None, kept: Snapshot | None, path: Path | None) -> S
         return which or "quick"
     sets = kept.set.split(", ")
     if which is not None and which not in sets:
-        option = "--full" if which == "full" else "--quick"
+        option = f"--{which}"
         raise ArgumentError(CI, option, "on", f"goes with a baseline of that set, and {path} is of the {kept.set} one")
-    return which or ("full" if "full" in sets else "quick")
+    return which or ("full" if "full" in sets else "quick" if "quick" in sets else _lacks_file(path))
+
+
+def _lacks_file(path: Path | None) -> SetName:
+    raise ArgumentError(CI, "--baseline", str(path), "is of kernels, and needs their file: --kernels FILE --compile")
 
 
 def _targets(

@@ -35,7 +35,7 @@ class ExpectedFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return (
             fnmatch.fnmatchcase(cell.target, self.target)
             and fnmatch.fnmatchcase(cell.toolchain, self.toolchain)
-            and any(fnmatch.fnmatchcase(name, self.problem) for name in (cell.name, cell.problem.op))
+            and any(fnmatch.fnmatchcase(name, self.problem) for name in (cell.name, cell.op))
         )
 
     def fails(self, cell: Cell) -> bool:

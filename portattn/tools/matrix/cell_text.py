@@ -17,10 +17,10 @@ from portattn.planning.core_path import seen_to_run
 from portattn.planning.data_files import VerifiedRun
 from portattn.planning.registry import Registry
 from portattn.schema import toml_reader
-from portattn.schema.problem import Problem
 from portattn.schema.target import Target
 from portattn.testing.executor import executors
 from portattn.testing.findings import Numerics, broken_gates, figure
+from portattn.testing.kernel_cases import KERNELS, Subject
 from portattn.tools import lab
 from portattn.tools.matrix.cells import Cell, Run, cell_id, entry, has_chip, said_label
 
@@ -37,14 +37,14 @@ class Empty(msgspec.Struct, frozen=True, kw_only=True):
     toolchain: str = ""  # of the cells
     needs: str = ""  # a step that must come before and that the command cannot do
     op: str = ""  # the only op to run; empty for all
-    full: bool = False  # the cells are of the full set of problems
+    of: tuple[str, ...] = ()  # the options that name another set of problems than the quick one
     resume: str = ""  # the command that resumes the interrupted run
 
     def command(self, targets: Sequence[str]) -> str:
         """Return the command that makes such cells of some targets; it makes the toolchain first if the lab can."""
         if self.resume:
             return self.resume
-        words = [*_RUN.split(), *(["--full"] if self.full else []), "--targets", ",".join(targets)]
+        words = [*_RUN.split(), *self.of, "--targets", ",".join(targets)]
         if any(map(has_chip, targets)):  # nothing compiles for a CPU
             words += ["--toolchain", self.toolchain]
             words += ["--create"] if self.toolchain.partition("==")[0] in lab.distributions() else []
@@ -71,15 +71,15 @@ def of_cell(cell: Cell, run: Run) -> Empty:
         short = (first if len(first) <= SHORT else f"{first[: SHORT - 1]}…") or "nothing to look with"
         if "this Python's Triton" in cell.reason:
             needs = f"a Python that has {toolchain}"
-    return Empty(word="not run", short=short, toolchain=toolchain, needs=needs, full=_full(run))
+    return Empty(word="not run", short=short, toolchain=toolchain, needs=needs, of=_set_of(run))
 
 
-def of_place(run: Run, problem: Problem, target: str, toolchain: str) -> Empty:
+def of_place(run: Run, problem: Subject, target: str, toolchain: str) -> Empty:
     if cell_id(problem, target, toolchain) not in run.cells:
-        return Empty(word="not asked", short="not in this run", toolchain=toolchain, op=problem.op, full=_full(run))
+        return Empty(word="not asked", short="not in this run", toolchain=toolchain, op=problem.op, of=_set_of(run))
     if run.command.startswith(_RUN):
         return _interrupted(run)
-    return Empty(word="not made", short="run interrupted", toolchain=toolchain, op=problem.op, full=_full(run))
+    return Empty(word="not made", short="run interrupted", toolchain=toolchain, op=problem.op, of=_set_of(run))
 
 
 def gaps(run: Run, cells: Sequence[Cell]) -> list[Gap]:
@@ -97,12 +97,12 @@ def gaps(run: Run, cells: Sequence[Cell]) -> list[Gap]:
     return [Gap(why=w, command=w.command(once[w]), targets=once[w], cells=len(found[w])) for w in found]
 
 
-def places(cells: Sequence[Cell]) -> list[tuple[Problem, str, str]]:
+def places(cells: Sequence[Cell]) -> list[tuple[Subject, str, str]]:
     columns = dict.fromkeys((cell.target, cell.toolchain) for cell in cells)
-    rows: dict[tuple[str, str], Problem] = {}
+    rows: dict[tuple[str, str], Subject] = {}
     for cell in cells:
-        rows.setdefault((cell.problem.op, cell.name), cell.problem)
-    there = {(cell.problem.op, cell.name, cell.target, cell.toolchain) for cell in cells}
+        rows.setdefault((cell.op, cell.name), cell.subject)
+    there = {(cell.op, cell.name, cell.target, cell.toolchain) for cell in cells}
     return [(problem, *column) for row, problem in rows.items() for column in columns if (*row, *column) not in there]
 
 
@@ -114,8 +114,11 @@ def _interrupted(run: Run) -> Empty:
     return Empty(word="not made", short="run interrupted", resume=f"{command} --resume")
 
 
-def _full(run: Run) -> bool:
-    return "full" in run.problems.split(", ")
+def _set_of(run: Run) -> tuple[str, ...]:
+    if run.problems == KERNELS:
+        words = shlex.split(run.command)
+        return ("--kernels", words[words.index("--kernels") + 1] if "--kernels" in words[:-1] else "FILE")
+    return ("--full",) if "full" in run.problems.split(", ") else ()
 
 
 REFERENCE = "reference"  # the kind of a cell that ran on a CPU: no level of a chip
@@ -167,11 +170,11 @@ def dot(cell: Cell) -> Numerics | None:
 
 def brief(cell: Cell) -> str:
     """Return a cell's small text: another path than the core's, or the main figures of its largest kernel."""
-    if cell.plan is None:
+    if cell.plan is None and cell.case is None:
         return ""
-    if kind(cell) == REFERENCE:
+    if cell.plan is not None and kind(cell) == REFERENCE:
         return f"{cell.plan.path}, no chip"
-    if not cell.plan.core_taken:
+    if cell.plan is not None and not cell.plan.core_taken:
         return cell.plan.path
     for gate in cell.gates:
         if not gate.passed and not gate.explained_by:
@@ -198,7 +201,7 @@ def title(backend: str) -> str:
 def on_hardware(cell: Cell) -> VerifiedRun | None:
     """Return the hardware run (verified.toml) of portattn's own kernels; None for a red cell or another path."""
     target = None if cell.red or entry(cell).tier not in ("variant", "core") else _target(cell.target, cell.toolchain)
-    return seen_to_run(target, problem=cell.problem) if target is not None else None
+    return seen_to_run(target, problem=cell.problem) if target is not None and cell.problem is not None else None
 
 
 class RecordedEvidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -225,15 +228,17 @@ def witness(cell: Cell, run: Run) -> str:
     made = run.known.get(cell.origin)
     if made is not None and made.author:
         return f"{made.author.partition(' <')[0]}, {made.date:%Y-%m-%d}"
-    if cell.plan is None or cell.red or cell.status == "NOT_RUN" or not has_chip(cell.target):
+    empty = cell.plan is None and cell.case is None
+    if empty or cell.red or cell.status == "NOT_RUN" or not has_chip(cell.target):
         return ""
     if cell.status == "PASS" and cell.level in ("runs", "measured"):
         return cell.label or (cell.native.where if cell.native else "")
     own = executors(cell.backend).values() if cell.backend in Registry.load().backends else ()
     found = [one.evidence for one in own if one.level == cell.level and getattr(cell, one.name) is not None]
-    rows = (row for row in recorded_evidence(cell.backend) if row.path == cell.plan.path)
-    trains = (None, cell.problem.needs_grad)
-    found += [row.evidence for row in rows if cell.problem.op in row.ops and row.needs_grad in trains]
+    if cell.plan is not None and cell.problem is not None:
+        rows = (row for row in recorded_evidence(cell.backend) if row.path == cell.plan.path)
+        trains = (None, cell.problem.needs_grad)
+        found += [row.evidence for row in rows if cell.op in row.ops and row.needs_grad in trains]
     return ", ".join(filter(None, found))
 
 

@@ -17,6 +17,7 @@ from portattn.schema.plan import Rejection
 from portattn.schema.problem import Problem
 from portattn.schema.quirk import LEVELS, Level, describe_effect
 from portattn.testing.findings import Gate, KernelFacts, Lint, Numerics, programs_a_core
+from portattn.testing.kernel_cases import KernelCase, Subject
 
 Moment = Annotated[datetime.datetime, msgspec.Meta(tz=True)]  # without a zone, two machines' do not compare
 
@@ -148,10 +149,12 @@ class PlanSummary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="cell", tag_field="type"):
     schema: int = SCHEMA
-    id: str  # digest of (problem, target, toolchain); `index` is its place in the run
+    id: str  # digest of (subject, target, toolchain); `index` is its place in the run
     index: int
     name: str
-    problem: Problem
+    # problem: of portattn's operations; case: of another package's kernel, without a plan. One of both
+    problem: Problem | None = None
+    case: KernelCase | None = None
     target: str
     toolchain: str
     status: Status  # see the vocabulary above; `reason` explains any but PASS
@@ -178,6 +181,16 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     others: tuple[Cell, ...] = ()  # results of other runs, in merged runs
     conflict: str = ""  # the other result that differs under the same key
     date: Moment
+
+    @property
+    def subject(self) -> Subject:
+        found = self.problem or self.case
+        assert found is not None, "a cell has a problem or a case: results.read has looked"
+        return found
+
+    @property
+    def op(self) -> str:
+        return self.subject.op
 
     @property
     def red(self) -> bool:
@@ -223,7 +236,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
         return len(set(self.cells) - {cell.id for cell in cells})
 
 
-def cell_id(problem: Problem, target: str, toolchain: str) -> str:
+def cell_id(problem: Subject, target: str, toolchain: str) -> str:
     return digest([problem, target, toolchain])
 
 
@@ -294,7 +307,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 def snapshot(run: Run, cells: Sequence[Cell], shown: str) -> Snapshot:
     return Snapshot(
         shown=shown, set=run.problems, date=run.date, identities=run.known, entries=tuple(map(entry, cells)),
-        problems={cell.name: problem_digest(cell.problem) for cell in cells}, missing=run.missing(cells),
+        problems={cell.name: problem_digest(cell.subject) for cell in cells}, missing=run.missing(cells),
     )  # fmt: skip
 
 
@@ -302,7 +315,7 @@ def entry(cell: Cell) -> SnapshotCell:
     plan = cell.plan
     same = {name: getattr(cell, name) for name in SnapshotCell.__struct_fields__ if hasattr(cell, name)}
     return SnapshotCell(
-        op=cell.problem.op, path=plan.path if plan else "", tier=_tier(plan, cell.target),
+        path=plan.path if plan else "", tier=_tier(plan, cell.target),
         quirks=_ids(cell, "applied"), rejected=_ids(cell, "rejected"),
         noted=tuple(sorted({note.id for note in cell.footnotes if note.changes_nothing})),
         why_not=_why_not(plan) if plan else {}, worse=_worse(cell), **_speed(cell), looked=bool(cell.kernels),
@@ -342,7 +355,7 @@ def has_chip(target: str) -> bool:
     return backend is None or backend.device_type != "cpu"
 
 
-def problem_digest(problem: Problem) -> str:
+def problem_digest(problem: Subject) -> str:
     """Digest a problem's fields: a field that a later portattn adds changes no digest while it has its default."""
     said = ((field.name, getattr(problem, field.name), field.default) for field in msgspec.structs.fields(problem))
     return digest({name: value for name, value, default in said if value != default})
@@ -371,8 +384,9 @@ def _speed(cell: Cell) -> dict[str, Any]:
             if value:
                 name = f"{kernel.function} {fact}"
                 found[name] = (min if fact == "occupancy" else max)(int(value), found.get(name, int(value)))
-    plan = cell.plan
-    return {"speed": found, "tile": digest([plan.launch, plan.schedule])[:8] if plan and found else ""}
+    plan, case = cell.plan, cell.case
+    tile = [plan.launch, plan.schedule] if plan else [case.constants, case.options] if case else None
+    return {"speed": found, "tile": digest(tile)[:8] if tile and found else ""}
 
 
 def _why_not(plan: PlanSummary) -> dict[str, str]:

@@ -13,7 +13,7 @@ from portattn.schema.ops import COMMON, FEATURES, ROWS
 from portattn.schema.problem import Problem
 from portattn.schema.problem_limits import DTYPES, formats_of
 
-SetName = Literal["quick", "full"]
+SetName = Literal["quick", "full", "kernels"]  # kernels: of a file (testing/kernel_cases.py), no set of problems
 HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256)  # of published models, and two that are no power of two
 COMMON_DIMS = (64, 128, 256)
 PAGE_SIZES = (1, 16, 48, 64, 128, 256)  # of serving engines, and one that is no power of two

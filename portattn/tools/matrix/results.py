@@ -19,6 +19,7 @@ from portattn.schema import toml_reader
 from portattn.schema.ops import ROWS
 from portattn.schema.quirk import Level
 from portattn.testing.bundle import MANIFEST
+from portattn.testing.kernel_cases import KERNELS
 from portattn.tools import run_log
 from portattn.tools.display_text import plural
 from portattn.tools.matrix import provenance
@@ -141,6 +142,8 @@ def read(path: Path, resumed: bool = False) -> tuple[Run, list[Cell]]:
             if earlier != number:
                 where = "  ".join(item.place)
                 raise DataError(path, number, f"is of a cell that the file has already (line {earlier}): {where}")
+            if (item.problem is None) == (item.case is None):
+                raise DataError(path, number, f"is of the cell {item.id}, which must have a problem or a case")
             if wrong := next(_no_figures(item), ""):
                 raise DataError(path, number, wrong)
             cells[item.id] = item
@@ -288,13 +291,13 @@ def _order(wanted: Sequence[str], cells: Sequence[Cell], runs: Sequence[tuple[Ru
     by_id = {cell.id: cell for cell in cells}
     backends = _ranks(cell.backend for cell in cells)
     columns = _ranks(cell.place[:2] for cell in cells)
-    rows = _ranks((cell.name, problem_digest(cell.problem)) for _, found in runs for cell in found)
+    rows = _ranks((cell.name, problem_digest(cell.subject)) for _, found in runs for cell in found)
 
     def place(name: str) -> tuple[int, int, int]:
         cell = by_id.get(name)
         if cell is None:  # of an interrupted run: it was never made
             return len(backends), 0, 0
-        row = rows[cell.name, problem_digest(cell.problem)]
+        row = rows[cell.name, problem_digest(cell.subject)]
         return backends[cell.backend], columns[cell.place[:2]], row
 
     return sorted(wanted, key=place)
@@ -443,7 +446,7 @@ def _entries(path: Path, text: str, column: str, cells: Mapping[str, Any], origi
             cell = toml_reader.convert(fields, _BaselineCell, path, text, name)
         except DataError as error:
             raise DataError(path, _line(text, column, name), error.problem) from None
-        if cell.op not in ROWS:
+        if cell.op not in (*ROWS, KERNELS):
             raise DataError(path, _line(text, column, name), f"key {name!r}: no operation is called {cell.op!r}")
         values = msgspec.structs.asdict(cell) | {"origin": cell.origin or origin}
         yield SnapshotCell(name=name, target=target, toolchain=toolchain, **values)

@@ -24,14 +24,17 @@ from portattn.planning.kernel_specs import CORES
 from portattn.planning.planner import plan
 from portattn.planning.registry import Registry
 from portattn.schema.plan import Plan
+from portattn.schema.quirk import Quirk
 from portattn.schema.target import Target
 from portattn.schema.toolchain import installed_toolchain
-from portattn.testing import bundle, findings
+from portattn.testing import bundle, findings, kernel_cases
 from portattn.testing.executor import COMPARE, Executor, Interpreter, executors, on_device, request_of
 from portattn.testing.findings import KernelFacts, Lint, Numerics, numerics
+from portattn.testing.kernel_cases import KernelCase, NamedKernel
 from portattn.tools.lab import LabError
 from portattn.tools.lab import worker as lab_worker
 from portattn.tools.matrix.cells import RED, Cell, Footnote, PlanSummary, footnote
+from portattn.tools.matrix.problems import NamedProblem
 from portattn.tools.matrix.select import CellSpec
 from portattn.worker.client import Reply, Worker
 
@@ -170,6 +173,8 @@ def export(
     def made_of(cell: Cell, executor: Executor | None) -> tuple[bundle.BundleCell, dict[str, bytes]] | str:
         if executor is None or cell.status not in ("PASS", "NOTE"):
             return f"its status is {cell.status}" if executor else f"no program runs launches on {cell.backend}"
+        if cell.problem is None:
+            return "it is another package's kernel"
         target = registry.target(cell.target, cell.toolchain)
         core = core_of(plan(cell.problem, target, registry), target, registry)
         if core is None:
@@ -192,6 +197,9 @@ def export(
 def make_cell(spec: CellSpec, options: Options, workers: Workers, checkers: Checkers) -> Cell:
     begun = time.monotonic()
     registry = options.registry or Registry.load()
+    if isinstance(spec.named, NamedKernel):
+        kernel = _KernelMaker(spec.named, spec.target, options, workers, checkers, registry)
+        return _cell(spec, begun, kernel.look())
     fields, made, core = _planned(spec, registry)
     if made is not None:
         fields |= _Maker(made, core, spec.target, options, workers, checkers, registry).look()
@@ -211,6 +219,7 @@ def planned_cell(spec: CellSpec, registry: Registry) -> Cell:
 
 
 def _planned(spec: CellSpec, registry: Registry) -> tuple[dict[str, Any], Plan | None, Plan | None]:
+    assert isinstance(spec.named, NamedProblem), "kernels have no plan"
     try:
         made = plan(spec.named.problem, spec.target, registry)
     except PortattnError as error:
@@ -220,9 +229,10 @@ def _planned(spec: CellSpec, registry: Registry) -> tuple[dict[str, Any], Plan |
 
 
 def _cell(spec: CellSpec, begun: float, fields: dict[str, Any]) -> Cell:
-    now = datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0)
+    now, subject = datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0), spec.named.problem
     return Cell(
-        id=spec.id, index=spec.index, name=spec.named.name, problem=spec.named.problem, target=spec.target.name,
+        id=spec.id, index=spec.index, name=spec.named.name, target=spec.target.name,
+        **{"case" if isinstance(subject, KernelCase) else "problem": subject},  # type: ignore[arg-type]
         toolchain=str(spec.target.toolchain), seconds=round(time.monotonic() - begun, 3), date=now, **fields,
     )  # fmt: skip
 
@@ -317,13 +327,9 @@ class _Maker(NamedTuple):
     def compile_core(self, core: Plan, reader: Executor | None) -> dict[str, Any]:
         target = self.target
         launches, _, _ = kernel_calls(core, meta_call(core.problem), target.arch.cores)
-        try:
-            worker = self.compiler()
-        except LabError as error:
-            return {"status": "NOT_RUN", "reason": f"not compiled here: {error}"}
-        except ArgumentError:  # a compiler that the lab cannot install
-            here = installed_toolchain() or "no Triton"
-            return {"status": "NOT_RUN", "reason": f"not compiled here: this Python has {here}"}
+        worker = _compiler(self.workers, target)
+        if isinstance(worker, str):
+            return {"status": "NOT_RUN", "reason": worker}
         found: list[KernelFacts] = []
         lints: list[Lint] = []
         for launch in launches:
@@ -355,6 +361,75 @@ class _Maker(NamedTuple):
             return {"status": "FAIL", "reason": f"on {name}: {seen.reason}", "native": seen}
         level = "runs" if seen.microseconds is None else "measured"
         return {"status": "PASS", "reason": "", "level": level, "native": seen}
+
+
+class _KernelMaker(NamedTuple):
+    """A cell of another package's kernel, and the means to look at it; methods return fields of the cell."""
+
+    named: NamedKernel
+    target: Target
+    options: Options
+    workers: Workers
+    checkers: Checkers
+    registry: Registry
+
+    def look(self) -> dict[str, Any]:
+        quirks = kernel_cases.quirks_of(self.named, self.target, self.registry)
+        fields = {"level": "declared"} | self.compile([quirk for quirk in quirks if quirk.changes_foreign])
+        notes = [footnote(quirk.id, "applied", self.registry, sets=quirk.effect.sets)
+                 for quirk in quirks if quirk.changes_foreign]  # fmt: skip
+        if fields["status"] in RED:
+            said = f"{fields['reason']}\n{fields.get('log', '')}"
+            notes += [footnote(quirk.id, "explains", self.registry)
+                      for quirk in quirks if kernel_cases.explains(quirk, said)]  # fmt: skip
+        return fields | {"footnotes": tuple(notes)}
+
+    def compile(self, quirks: Sequence[Quirk]) -> dict[str, Any]:
+        worker, case, target = _compiler(self.workers, self.target), self.named.problem, self.target
+        if isinstance(worker, str):
+            return {"status": "NOT_RUN", "reason": worker}
+        reply = kernel_cases.compile_case(self.named, target, worker, self.options.seconds, quirks)
+        if reply.outcome != "ok":
+            return _failure(reply, case.kernel)
+        executor = next((e for e in self.checkers.executors[target.backend].values() if e.code_task), None)
+        kernel = KernelFacts(function=case.kernel, facts=kernel_cases.figures(reply))
+        if executor is None or not executor.lowers_to:
+            fields = findings.gate_fields((kernel,), kernel_cases.gates(case, kernel, target))
+        else:
+            fields = {"status": "NOTE", "reason": LOWERED.format(executor.lowers_to), "kernels": (kernel,)}
+        return fields if fields["status"] in RED else self.run(fields, executor, reply)
+
+    def run(self, fields: dict[str, Any], executor: Executor | None, reply: Reply) -> dict[str, Any]:
+        runner, seconds = self.workers.get("interpreter"), self.options.seconds
+        where = f"interpreter, {installed_toolchain()}"
+        if missing := self.checkers.interpreter.missing:
+            seen = {"interpreter": Numerics(outcome="not_run", where=where, reason=missing)}
+        else:
+            where += "" if self.named.problem.reference else ": itself the reference"
+            seen = {"interpreter": kernel_cases.numbers_of(self.named, None, runner, seconds, where)}
+        if executor is not None and executor.name not in self.options.left_out:
+            where, lacks = executor.where(self.target), executor.lacks(self.target)
+            if seen["interpreter"].outcome == "not_run" and not self.named.problem.reference:
+                lacks = lacks or f"no reference: {seen['interpreter'].reason}"
+            numbers = Numerics(outcome="not_run", where=where, reason=lacks)
+            if not lacks:
+                numbers = kernel_cases.numbers_of(self.named, self.target, runner, seconds, where, reply)
+            seen[executor.name] = numbers
+            fields |= _reached(executor, numbers, fields["status"])
+        for word, numbers in seen.items():
+            if status := STATUS_OF_NUMERICS.get(numbers.outcome):
+                fields |= {"status": status, "level": "declared", "reason": f"{word} numerics: {numbers.reason}"}
+        return fields | seen
+
+
+def _compiler(workers: Workers, target: Target) -> Worker | str:
+    """Return the child that compiles for a target, or why there is none."""
+    try:
+        return workers.compiler(str(target.toolchain))
+    except LabError as error:
+        return f"not compiled here: {error}"
+    except ArgumentError:  # a compiler that the lab cannot install
+        return f"not compiled here: this Python has {installed_toolchain() or 'no Triton'}"
 
 
 def _beside(own: dict[str, Any], core: dict[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,8 @@ import itertools
 import json
 import subprocess
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -15,6 +17,8 @@ from portattn.planning import target_names
 from portattn.planning.registry import Registry
 from portattn.schema.target import Target
 from portattn.schema.toolchain import Toolchain, installed_for, is_installed
+from portattn.testing import kernel_cases
+from portattn.testing.kernel_cases import NamedKernel
 from portattn.tools import lab
 from portattn.tools.matrix.cells import cell_id
 from portattn.tools.matrix.problems import SETS, NamedProblem, SetName
@@ -23,16 +27,28 @@ OP = "matrix run"
 ASK_SECONDS = 60.0
 
 
+N = TypeVar("N", NamedProblem, NamedKernel)
+
+
 class CellSpec(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     index: int
-    named: NamedProblem
+    named: NamedProblem | NamedKernel
     target: Target
 
 
+def subjects(which: SetName, ops: Sequence[str], kernels: Path | None) -> Sequence[NamedProblem | NamedKernel]:
+    """Return a file's kernels, or the problems of a set, whose op or name matches a glob.
+
+    Raises ArgumentError if a glob matches none, and DataError on the file."""
+    return problems(which, ops) if kernels is None else _wanted(kernel_cases.read(kernels), ops, which)
+
+
 def problems(which: SetName, ops: Sequence[str]) -> list[NamedProblem]:
-    """Return the problems of a set whose op or name matches a glob. Raises ArgumentError if a glob matches none."""
-    found = SETS[which]()
+    return _wanted(SETS[which](), ops, which)
+
+
+def _wanted(found: list[N], ops: Sequence[str], which: SetName) -> list[N]:
     for glob in ops:
         if not any(wanted_name(one.problem.op, one.name, glob) for one in found):
             known = ", ".join(dict.fromkeys(one.problem.op for one in found))
@@ -73,7 +89,7 @@ def targets(
     registry = Registry.load()
     names = [t.name for t in registry.targets(Toolchain.none())]
     for owner, backend in registry.backends.items():  # without core kernels: its library and the reference
-        if backend.core_path != "triton":
+        if backend.core_path != "triton" and which != kernel_cases.KERNELS:
             names += [f"{owner}:{name}" for name, arch in registry.arches[owner].items() if not arch.refused]
     for glob in globs:
         if not any(_matches(registry, name, glob) for name in names):
@@ -85,7 +101,7 @@ def targets(
             raise ArgumentError(OP, "--targets", glob, (*refused, f"must match one of {known}")[0])
     if globs:
         names = [name for name in names if any(_matches(registry, name, glob) for glob in globs)]
-    elif which == "quick":
+    elif which != "full":
         names = [name for name in names if stands_alone(name, registry)]
     found = []
     for name in names:
@@ -114,7 +130,7 @@ def _matches(registry: Registry, name: str, glob: str) -> bool:
     return whole or registry.arch(name).matches(glob.removeprefix(f"{backend}:"))
 
 
-def specs(named: Sequence[NamedProblem], where: Sequence[Target]) -> list[CellSpec]:
+def specs(named: Sequence[NamedProblem | NamedKernel], where: Sequence[Target]) -> list[CellSpec]:
     return [
         CellSpec(id=cell_id(one.problem, target.name, str(target.toolchain)), index=index, named=one, target=target)
         for index, (target, one) in enumerate(itertools.product(where, named))

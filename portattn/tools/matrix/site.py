@@ -19,9 +19,9 @@ from portattn.errors import ArgumentError
 from portattn.planning.registry import Registry
 from portattn.schema.ops import ROWS
 from portattn.schema.plan import kernel_text
-from portattn.schema.problem import Problem
 from portattn.schema.quirk import LEVELS
 from portattn.testing.findings import figure
+from portattn.testing.kernel_cases import KERNELS, KernelCase, Subject
 from portattn.tools.display_text import fields, names_or_count, table
 from portattn.tools.matrix import cell_text
 from portattn.tools.matrix.cell_text import places, steps
@@ -55,7 +55,7 @@ def context(run: Run, cells: Sequence[Cell]) -> dict[str, Any]:
     columns = _columns(cells)
     ops: dict[str, dict[str, dict[tuple[str, str], Cell]]] = {}  # op -> problem's name -> (target, toolchain) -> cell
     for cell in cells:
-        rows = ops.setdefault(cell.problem.op, {})
+        rows = ops.setdefault(cell.op, {})
         rows.setdefault(cell.name, {})[cell.target, cell.toolchain] = cell
     notes = _notes(cells)
     numbers = {quirk: number for number, quirk in enumerate(notes, 1)}
@@ -63,7 +63,7 @@ def context(run: Run, cells: Sequence[Cell]) -> dict[str, Any]:
     means = cell_text.LEVEL_MEANS | cell_text.STATUS_MEANS
     return {
         "run": run, "cells": cells, "columns": columns, "bands": _bands(columns), "ops": ops,
-        "titles": {op: row.title for op, row in ROWS.items()}, "numbers": numbers,
+        "titles": {op: row.title for op, row in ROWS.items()} | {KERNELS: "Kernels of other packages"}, "numbers": numbers,
         "footnotes": [
             (numbers[quirk], used[0][1], len({cell.id for cell, _ in used})) for quirk, used in notes.items()
         ],
@@ -91,8 +91,10 @@ def _chip(title: str) -> str:
     return title.split(",")[0].split(":")[-1].split("(")[0].strip()
 
 
-def sizes(problem: Problem) -> list[str]:
-    """Return a problem's shapes, a phrase each: (B, H, S, D), packed (T, H, D)."""
+def sizes(problem: Subject) -> list[str]:
+    """Return a problem's shapes, a phrase each: (B, H, S, D), packed (T, H, D); of a case each tensor's."""
+    if isinstance(problem, KernelCase):
+        return [f"{name} {'×'.join(map(str, problem.shape(name)))}" for name in problem.pointers]
     p = problem
 
     def shape(what: str, total: int | None, heads: int, seq: int, width: int) -> str:
@@ -335,7 +337,7 @@ def _options(cells: Sequence[Cell]) -> dict[str, list[tuple[str, str]]]:
     statuses = {cell_text.kind(cell) for cell in cells}
     plain: dict[str, Any] = {
         "target": (cell.target for cell in cells), "toolchain": (cell.toolchain for cell in cells),
-        "op": (cell.problem.op for cell in cells), "path": (cell.plan.path for cell in cells if cell.plan),
+        "op": (cell.op for cell in cells), "path": (cell.plan.path for cell in cells if cell.plan),
         "quirk": sorted({note.id for cell in cells for note in cell.footnotes}),
     }  # fmt: skip
     found = {name: [(value, value) for value in dict.fromkeys(values)] for name, values in plain.items()}

@@ -139,8 +139,8 @@ def test_a_module_that_cannot_be_imported_tells_nothing_about_the_compiler(tmp_p
     monkeypatch.syspath_prepend(str(tmp_path))
     import once_importable
 
-    path.write_text("raise OSError('gone')\n")
-    with lab.worker() as worker, pytest.raises(CompileError, match="OSError: gone") as caught:
+    path.write_text("import no_such_package\nkernel = no_such_package.made()\n")
+    with lab.worker() as worker, pytest.raises(CompileError, match="No module named 'no_such_package'") as caught:
         compile_for(worker, once_importable.kernel, parse_target(GPU, HERE), {"x": "*fp32"})
     assert (caught.value.stage, caught.value.unavailable) == ("import", True)
 
@@ -185,7 +185,7 @@ BARE = """
     import sys
     sys.path[:0] = [{root!r}, {triton!r}]
     from portattn.worker import own_kernels
-    kernel = own_kernels.find({module!r}, "kernel", {file!r}, ["torch", "pytest", "triton"])
+    kernel = own_kernels.kernel_of({folder!r}, {module!r} + ":kernel")
     print(type(kernel).__name__, kernel.arg_names, "torch" in sys.modules, "{module}" in sys.modules)
 """
 
@@ -200,14 +200,14 @@ def bare(folder: Path, module: str, source: str) -> subprocess.CompletedProcess[
     only = folder / "only-triton"
     only.mkdir(exist_ok=True)
     (only / "triton").symlink_to(Path(triton.__file__).parent)
-    program = BARE.format(root=str(ROOT), triton=str(only), module=module, file=str(file))
+    program = BARE.format(root=str(ROOT), triton=str(only), module=module, folder=str(folder))
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "TRITON_INTERPRET")}
     return subprocess.run([sys.executable, "-S", "-c", textwrap.dedent(program)], capture_output=True, text=True,
         env=environment)  # fmt: skip
 
 
 def test_a_module_is_imported_though_what_it_imports_is_not_there(tmp_path: Path) -> None:
-    """What takes part in an import: attributes, submodules, base classes, decorators, conditions, optional modules."""
+    """Attributes, submodules, base classes, decorators, conditions, optional modules: none of them is needed."""
     (tmp_path / "team").mkdir()
     (tmp_path / "team" / "__init__.py").write_text("import torch\nSIZE = 16\n")
     done = bare(
@@ -225,13 +225,11 @@ def test_a_module_is_imported_though_what_it_imports_is_not_there(tmp_path: Path
             from triton.no_such_module import Thing
         except ImportError:
             Thing = None
-        assert Thing is None
         try:
             import no_such_package_anywhere
         except ImportError:
             no_such_package_anywhere = None
-        assert no_such_package_anywhere is None
-        WIDE = torch.finfo(torch.float16).max if torch.cuda.is_available() else SIZE
+        WIDE: tl.constexpr = torch.finfo(torch.float16).max if torch.cuda.is_available() else SIZE
         class Scale(Function):
             pass
         class Layer(torch.nn.Module):
@@ -239,7 +237,7 @@ def test_a_module_is_imported_though_what_it_imports_is_not_there(tmp_path: Path
         @triton.autotune([triton.Config({"BLOCK": 64})], key=["n"])
         @triton.jit
         def kernel(x, n, BLOCK: tl.constexpr):
-            tl.store(x + tl.arange(0, BLOCK), 0.0)
+            tl.store(x + tl.arange(0, BLOCK), WIDE)
         @pytest.mark.parametrize("n", [1, 2])
         @torch.no_grad()
         def test_it(n):
@@ -250,21 +248,6 @@ def test_a_module_is_imported_though_what_it_imports_is_not_there(tmp_path: Path
     assert done.stdout.split(maxsplit=1) == ["JITFunction", "['x', 'n', 'BLOCK'] False True\n"]
 
 
-def test_a_kernel_that_is_made_by_what_is_not_there_is_refused_at_once(tmp_path: Path) -> None:
-    source = """
-        import torch
-        import triton
-        @torch.compile
-        @triton.jit
-        def kernel(x):
-            pass
-        """
-    done = bare(tmp_path, "made", source)
-    assert done.returncode == 1
-    assert "ImportError: kernel of " in done.stderr
-    assert "is made by <torch.compile(), which is not installed here>" in done.stderr
-
-
 def test_what_is_no_kernel_in_the_child_is_said(tmp_path: Path) -> None:
     done = bare(tmp_path, "plain", "def kernel(): pass\n")
-    assert f"kernel of {tmp_path / 'plain.py'} is a function, and no @triton.jit function" in done.stderr
+    assert f"plain:kernel of {tmp_path} is a function, and no @triton.jit function" in done.stderr

@@ -1,0 +1,492 @@
+"""Kernels of other packages as subjects: a file's entries, and runs of their compiled code against the interpreter.
+
+A KernelCase is an entry of the file of `matrix run --kernels` (docs/ci.md) with a digest of its kernel's source.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import json
+import math
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import tomlkit
+import torch
+
+from portattn.errors import DataError
+from portattn.planning.registry import Registry
+from portattn.schema import toml_reader
+from portattn.schema.problem import Problem
+from portattn.schema.quirk import Quirk
+from portattn.schema.target import Target
+from portattn.testing.executor import run_code
+from portattn.testing.findings import Facts, Gate, KernelFacts, Numerics, gate_of, resource_gates
+from portattn.worker import own_kernels
+from portattn.worker.client import Reply, Worker, outside
+
+KERNELS = "kernels"  # the op of kernels' cells, and the name of their set
+DTYPES = {
+    "fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16,
+    "fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2, "fp8e4b8": torch.float8_e4m3fnuz,
+    "i64": torch.int64, "i32": torch.int32, "i16": torch.int16, "i8": torch.int8, "u8": torch.uint8, "i1": torch.bool,
+}  # fmt: skip
+SCALARS = ("fp64", "fp32", "i64", "i32", "u64", "u32", "i16", "i8", "i1")
+NONE = "none"  # the type of an argument that is passed None
+# Two units in the last place of the coarsest type that a kernel reads or writes, as a share of the largest value: it
+# rounds intermediate results to that type too, and a model adds in another order than numpy. TF32 for float32, since
+# products may round their operands to its ten bits.
+TOLERANCES = {
+    "fp8e5": 0.5, "fp8e4nv": 0.25, "fp8e4b8": 0.25, "bf16": 2**-6, "fp16": 2**-9, "fp32": 2**-9, "fp64": 2**-9,
+}  # fmt: skip
+MOST_ELEMENTS = 1 << 24  # of one tensor: a model of a chip takes minutes for far less
+STEPS = 200_000_000  # of a model of a chip, instructions of a wave; the time limit is shorter
+Number = bool | int | float
+
+
+class KernelCase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One kernel with the arguments of one launch."""
+
+    function: str  # package.module:function
+    outputs: tuple[str, ...]  # pointers that are compared
+    name: str = ""  # by default the function's and the constants
+    package: str = ""  # an installed package that holds it, or the folder from which it is imported
+    folder: str = ""
+    grid: tuple[int, ...] = (1,)
+    types: dict[str, str] = {}  # run-time argument -> Triton's type; `none` for None
+    shapes: dict[str, tuple[int, ...]] = {}
+    strides: dict[str, tuple[int, ...]] = {}  # of tensors that are not contiguous
+    values: dict[str, Number | list[Any]] = {}  # scalars, and tensors' elements: nested lists, or one number for all
+    ranges: dict[str, tuple[float, float]] = {}  # of tensors' random elements; normal ones without
+    unaligned: tuple[str, ...] = ()  # pointers that are no multiples of 16 bytes
+    constants: dict[str, Number | str | list[Any]] = {}  # tl.constexpr; "tl.bfloat16" is Triton's type
+    options: dict[str, Number | str] = {}  # of the compiler
+    reference: str = ""  # module:function of arguments by name that returns outputs by name
+    tolerance: float | None = None  # of the largest value
+    spills: int | None = None  # the most bytes that may spill; None: any number
+    source: str = ""  # digest of the source of the function and of all that it calls; not in a file
+
+    @property
+    def op(self) -> str:
+        return KERNELS
+
+    @property
+    def kernel(self) -> str:
+        return self.function.rpartition(":")[2]
+
+    @property
+    def pointers(self) -> list[str]:
+        return [name for name, kind in self.types.items() if kind.startswith("*")]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        if name in self.shapes:
+            return self.shapes[name]
+        found, value = list[int](), self.values[name]
+        while isinstance(value, list):
+            found.append(len(value))
+            value = value[0] if value else 0
+        return tuple(found)
+
+    def budget(self) -> float:
+        kinds = (self.types[name][1:] for name in self.pointers)
+        return self.tolerance or max((TOLERANCES.get(kind, 0.0) for kind in kinds), default=0.0)
+
+    def __str__(self) -> str:
+        tensors = (f"{name} {self.types[name]} {'×'.join(map(str, self.shape(name)))}" for name in self.pointers)
+        return f"{self.function} of {', '.join(tensors)}"
+
+
+class NamedKernel(msgspec.Struct, frozen=True):
+    name: str
+    problem: KernelCase
+    root: str  # the folder from which its module is imported here
+
+
+Subject = Problem | KernelCase
+
+
+class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    kernel: tuple[KernelCase, ...]
+    package: str = ""
+    folder: str = ""
+
+
+def read(path: Path, seconds: float = 120.0) -> list[NamedKernel]:
+    """Read a file of kernels, and look their functions up. Raises DataError with file, line, key, value and limit."""
+    try:
+        data, text = toml_reader.read(path)
+    except OSError as error:
+        raise DataError(path, None, f"cannot be read: {error.strerror}") from None
+    file = toml_reader.convert(data, _File, path, text)
+    found: dict[str, NamedKernel] = {}
+    with Worker() as worker:
+        for number, entry in enumerate(file.kernel):
+            package = entry.package or ("" if entry.folder else file.package)
+            case = msgspec.structs.replace(entry, package=package, folder="" if package else entry.folder or file.folder)
+
+            def refuse(key: str, limit: str, at: str = str(number)) -> DataError:
+                return DataError(path, toml_reader.line_of(text, "kernel", at, *key.split(".")), f"key {key!r}: {limit}")
+
+            for key, limit in _wrong(case):
+                raise refuse(key, limit)
+            root = _root(case, path.parent)
+            if root is None:
+                key = "package" if package else "folder"
+                raise refuse(key, f"{getattr(case, key)!r} is not here: install it, or name another folder")
+            reply = worker.request(
+                "portattn.worker.own_kernels:describe", seconds, root=str(root), function=case.function
+            )
+            if reply.outcome != "ok":
+                raise refuse("function", f"{case.function!r} is no kernel in {root}: {reply.kind}: {reply.message}")
+            for key, limit in _unlike(case, reply):
+                raise refuse(key, limit)
+            shown = " ".join(f"{name}={value}" for name, value in case.constants.items())
+            name = case.name or f"{case.kernel} {shown}".strip()
+            if name in found:
+                raise refuse("name", f"{name!r} is the name of another kernel of this file")
+            case = msgspec.structs.replace(case, name=name, source=str(reply.facts["source"]))
+            found[name] = NamedKernel(name, case, str(root))
+    if not found:
+        raise DataError(path, None, "has no [[kernel]]")
+    return list(found.values())
+
+
+def _root(case: KernelCase, beside: Path) -> Path | None:
+    if not case.package:
+        folder = beside / Path(case.folder or ".").expanduser()
+        return folder.resolve() if folder.is_dir() else None
+    spec = importlib.util.find_spec(case.package.partition(".")[0])
+    places = list(spec.submodule_search_locations or ()) if spec else []
+    return Path(places[0]).parent if places else None
+
+
+def _wrong(case: KernelCase) -> Iterator[tuple[str, str]]:
+    """Yield (key, what is wrong) of an entry by itself."""
+    for key in ("function", "reference"):
+        module, colon, name = getattr(case, key).partition(":")
+        if (key == "function" or case.reference) and not (colon and name.isidentifier() and module):
+            yield key, f"{getattr(case, key)!r} must be package.module:function"
+    if case.source:
+        yield "source", "unknown key"
+    if not 1 <= len(case.grid) <= 3 or min(case.grid) < 1:
+        yield "grid", f"{list(case.grid)} must be one to three numbers of at least 1"
+    if case.tolerance is not None and not 0 < case.tolerance < math.inf:
+        yield "tolerance", f"{case.tolerance} must be a number above 0"
+    for name, kind in case.types.items():
+        known = [*(f"*{one}" for one in DTYPES), *SCALARS, NONE]
+        if kind not in known:
+            yield f"types.{name}", f"{kind!r} must be one of {', '.join(known)}"
+        if name in case.constants:
+            yield f"constants.{name}", "is in types too"
+    tensors = set(case.pointers)
+    for key in ("shapes", "strides", "ranges", "unaligned", "outputs"):
+        for name in getattr(case, key):
+            if name not in tensors:
+                yield f"{key}.{name}", f"must be one of the pointers in types: {', '.join(sorted(tensors)) or 'none'}"
+    if not case.outputs:
+        yield "outputs", "names no pointer: nothing would be compared"
+    for name, value in case.values.items():
+        if name not in case.types or case.types[name] == NONE:
+            yield f"values.{name}", f"must be one of the arguments in types: {', '.join(case.types)}"
+        elif name not in tensors and isinstance(value, list):
+            yield f"values.{name}", f"must be a number: {name} is {case.types[name]}"
+    for name, kind in case.types.items():
+        if name in tensors:
+            yield from _wrong_tensor(case, name)
+        elif kind != NONE and name not in case.values:
+            yield "values", f"lacks {name}, which is {kind}"
+
+
+def _wrong_tensor(case: KernelCase, name: str) -> Iterator[tuple[str, str]]:
+    listed = isinstance(case.values.get(name), list)
+    if name not in case.shapes and not listed:
+        yield "shapes", f"lacks {name}, and values does not list its elements"
+        return
+    shape, strides = case.shape(name), case.strides.get(name)
+    if min(shape, default=0) < 0 or math.prod(shape) > MOST_ELEMENTS:
+        yield f"shapes.{name}", f"{list(shape)} must be sizes of at most {MOST_ELEMENTS} elements"
+    if listed:
+        try:
+            given = torch.tensor(case.values[name]).numel()
+        except (TypeError, ValueError) as error:
+            yield f"values.{name}", f"is no tensor: {error}"
+            return
+        if given != math.prod(shape):
+            yield f"values.{name}", f"has {given} elements, and {name} is {list(shape)}"
+    if strides is not None and (len(strides) != len(shape) or min(strides, default=0) < 0):
+        yield f"strides.{name}", f"{list(strides)} must be a number of at least 0 for each of {list(shape)}"
+    whole = not DTYPES[case.types[name][1:]].is_floating_point
+    if whole and name not in case.values and name not in case.ranges and name not in case.outputs:
+        yield "ranges", f"lacks {name}: whole numbers are taken from values, or at random from a range"
+    low, high = case.ranges.get(name, (0, 0))
+    if not -math.inf < low <= high < math.inf:
+        yield f"ranges.{name}", f"{[low, high]} must be two numbers in order"
+
+
+def _unlike(case: KernelCase, reply: Reply) -> Iterator[tuple[str, str]]:
+    """Yield (key, what is wrong) of an entry beside its function."""
+    names = str(reply.facts["arguments"]).split(",")
+    for key in ("types", "constants"):
+        for name in getattr(case, key):
+            if name not in names:
+                yield f"{key}.{name}", f"the arguments of {case.kernel} are {', '.join(names)}"
+    given = {*case.types, *case.constants, *str(reply.facts["optional"]).split(",")}
+    if lacking := [name for name in names if name not in given]:
+        yield "types", f"lacks {', '.join(lacking)}, and so does constants"
+
+
+# A kernel in the matrix: quirks, a compile, figures, numbers.
+
+
+def quirks_of(named: NamedKernel, target: Target, registry: Registry) -> list[Quirk]:
+    options = {"num_warps": 4} | named.problem.options
+    return [quirk for quirk in registry.quirks.values() if quirk.names_foreign(named.problem.kernel, target, options)]
+
+
+def compile_case(named: NamedKernel, target: Target, worker: Worker, seconds: float, quirks: Sequence[Quirk]) -> Reply:
+    """Compile a kernel in a worker, whose Python has the target's toolchain, with the effects of quirks."""
+    backend = Registry.load().backends[target.backend]
+    adapter = backend.compile_adapter()
+    case, env = msgspec.structs.asdict(named.problem), dict[str, str]()
+    for quirk in (one for one in quirks if one.changes_foreign):
+        case["options"] = case["options"] | (quirk.effect.launch or {})
+        env |= quirk.effect.env or {}
+    return worker.request(
+        "compile", seconds, signature={"root": named.root, "function": case["function"], "case": case}, facts="all", env=env,
+        target=list(backend.triton_target(target.arch)), **({"adapter": adapter} if adapter else {}),
+    )  # fmt: skip
+
+
+TEXTS = ("ptx", "amdgcn", "linalg", "scratch", "arguments")  # of a reply: what code and its figures are apart
+
+
+def figures(reply: Reply) -> Facts:
+    return {name: value for name, value in reply.facts.items() if name not in TEXTS}
+
+
+def gates(case: KernelCase, kernel: KernelFacts, target: Target) -> tuple[Gate, ...]:
+    """Return the gates of the chip's limits, and of spills where the file has one."""
+    found = [one for one in resource_gates(kernel, target.arch, 0, "") if one.name != "bytes spilled"]
+    if case.spills is not None and "spills" in kernel.facts:
+        used = int(kernel.facts["spills"])
+        found.append(gate_of("bytes spilled", kernel, used, f"{case.spills} allowed", used <= case.spills))
+    return tuple(found)
+
+
+def explains(quirk: Quirk, text: str) -> bool:
+    return bool(quirk.evidence.signature and re.search(quirk.evidence.signature, text))
+
+
+TASK = "portattn.testing.kernel_cases:check"
+
+
+def numbers_of(
+    named: NamedKernel, target: Target | None, worker: Worker, seconds: float, where: str, reply: Reply | None = None
+) -> Numerics:
+    """Return the numerics of compiled code (`reply`), or of the interpreter, against the reference."""
+    fields: dict[str, Any] = {"root": named.root, "case": msgspec.to_builtins(named.problem)}
+    if reply is not None and target is not None:
+        facts = dict(reply.facts)
+        fields |= {
+            "target": target.name, "grid": list(named.problem.grid), "outputs": list(named.problem.outputs),
+            "texts": facts, "facts": facts, "unchecked": [], "triton": target.toolchain.version, "steps": STEPS,
+        }  # fmt: skip
+    done = worker.request(TASK, seconds, **fields)
+    if done.outcome != "ok":
+        reason = f"{done.outcome}: {done.kind}: {done.message.strip().splitlines()[0] if done.message else ''}"[:500]
+        # An exception of the interpreter, or of what executes code, is no finding about the code.
+        return Numerics(outcome="not_run" if done.outcome == "error" else done.outcome, where=where, reason=reason)
+    seen = done.facts
+    if missing := str(seen.get("missing", "")):
+        return Numerics(outcome="not_run", where=where, reason=missing)
+    if strays := str(seen.get("strays", "")):
+        return Numerics(outcome="fail", where=where, reason=f"outside its memory: {strays}")
+    error, budget = float(seen["error"]), float(seen["budget"])
+    reasons = [f"{seen['wrong']} elements are NaN or infinite where they must not be, or the reverse"]
+    reasons = reasons if seen["wrong"] else []
+    if error > budget:
+        reasons.append(f"{seen['output']}'s error {error:.3g} is over its budget {budget:.3g}")
+    outcome: Any = "fail" if reasons else "pass"
+    return Numerics(outcome=outcome, where=where, error=error, budget=budget, reason="; ".join(reasons))
+
+
+# In the child, which has the interpreter.
+
+
+def arguments_of(case: KernelCase) -> dict[str, Any]:
+    """Return the arguments by name: scalars, and tensors with random, given or (outputs) poisoned elements."""
+    generator = torch.Generator().manual_seed(0)
+    found: dict[str, Any] = {}
+    for name, kind in case.types.items():
+        if not kind.startswith("*"):
+            found[name] = None if kind == NONE else case.values[name]
+            continue
+        dtype, shape, value = DTYPES[kind[1:]], case.shape(name), case.values.get(name)
+        strides = case.strides.get(name) or [math.prod(shape[n + 1 :]) for n in range(len(shape))]
+        size = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) if all(shape) else 0
+        whole = not dtype.is_floating_point
+        if isinstance(value, list):
+            memory = torch.zeros(size, dtype=dtype)
+            memory.as_strided(shape, strides).copy_(torch.tensor(value).to(dtype).reshape(shape))
+        elif value is not None:
+            memory = torch.full((size,), value).to(dtype)
+        elif name in case.ranges:
+            low, high = case.ranges[name]
+            memory = torch.empty(size, dtype=torch.float64).uniform_(low, high + whole, generator=generator)
+            memory = (memory.floor().clamp(max=high) if whole else memory).to(dtype)
+        elif name in case.outputs:
+            memory = torch.full((size,), torch.iinfo(dtype).max if whole and dtype != torch.bool else math.nan).to(dtype)
+        else:
+            memory = torch.randn(size, generator=generator).to(dtype)
+        found[name] = memory.as_strided(shape, strides)
+    return found
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all elements from a tensor's first to its last in memory, also between its own."""
+    size = tensor.untyped_storage().nbytes() // tensor.element_size()
+    return tensor.as_strided((size,), (1,))
+
+
+def interpreted(case: KernelCase, root: str) -> dict[str, torch.Tensor]:
+    kernel, given = own_kernels.kernel_of(root, case.function), arguments_of(case)
+    constants = {name: own_kernels.constant_of(value) for name, value in case.constants.items()}
+    defaults = {name: one.default for name, one in inspect.signature(kernel.fn).parameters.items()}
+    kernel[tuple(case.grid)](*((defaults | constants | given)[name] for name in kernel.arg_names))
+    return {name: given[name] for name in case.outputs}
+
+
+def referenced(case: KernelCase, root: str) -> dict[str, torch.Tensor]:
+    """Return the outputs of the function that the file names; an output's memory outside its elements stays as it is.
+
+    Raises KeyError if it does not return an output."""
+    if root not in sys.path:
+        sys.path.insert(0, root)
+    function, given = pkgutil.resolve_name(case.reference), arguments_of(case)
+    known = inspect.signature(function).parameters
+    made = function(**{name: value for name, value in (given | case.constants).items() if name in known})
+    for name in case.outputs:
+        given[name].copy_(made[name])
+    return {name: given[name] for name in case.outputs}
+
+
+_right: dict[str, dict[str, torch.Tensor]] = {}  # by the case's digest
+
+
+def check(request: Mapping[str, Any], enter: Callable[[str], None]) -> dict[str, Any]:
+    """Run the code of a request, or without code the interpreter, and compare it with the reference. Child only."""
+    case, root = msgspec.convert(request["case"], KernelCase), request["root"]
+    key = f"{root} {case.source} {msgspec.json.encode(request['case'], order='sorted').decode()}"
+    enter("reference")
+    with torch.no_grad():
+        if key not in _right:
+            _right[key] = (referenced if case.reference else interpreted)(case, root)
+        right = _right[key]
+        for name, tensor in right.items():
+            if tensor.is_floating_point() and tensor.numel() and not tensor.double().isfinite().any():
+                again = f"{name} is NaN in the reference: if the kernel reads it, give it values or a range"
+                return {"facts": {"missing": again}}
+        if "texts" not in request:
+            enter("interpret")
+            return {"facts": compare(case, right, interpreted(case, root) if case.reference else right)}
+        enter("execute")
+        given = arguments_of(case)
+        names = [name for name in str(request["facts"]["arguments"]).split(",") if name]
+        flat = {name: _flat(given[name]) if name in case.pointers else given[name] for name in names}
+        types = {name: case.types[name] for name in names}
+        answer = run_code({**request, "types": types}, flat)[0]
+    if "missing" in answer:
+        return {"facts": {"missing": answer["missing"]}}
+    if answer["strays"]:
+        return {"facts": {"strays": "; ".join(answer["strays"])}}
+    return {"facts": compare(case, right, given)}
+
+
+def compare(case: KernelCase, right: Mapping[str, Any], given: Mapping[str, Any]) -> Facts:
+    """Return the worst output's error and budget, and how many elements are NaN or infinite in one of both alone."""
+    worst: Facts = {"error": 0.0, "budget": 0.0, "output": ""}
+    wrong = 0
+    for name in case.outputs:
+        wanted, got = (_flat(one[name]).double() for one in (right, given))
+        finite = wanted.isfinite() & got.isfinite()
+        same = finite | (wanted == got) | (wanted.isnan() & got.isnan())
+        wrong += int((~same).sum())
+        error = float((wanted - got)[finite].abs().max()) if finite.any() else 0.0
+        largest = float(wanted[wanted.isfinite()].abs().max()) if wanted.isfinite().any() else 0.0
+        whole = not right[name].is_floating_point()
+        budget = 0.0 if whole else case.budget() * largest
+        if not worst["output"] or error * float(worst["budget"]) > float(worst["error"]) * budget or error > budget:
+            worst = {"error": error, "budget": budget, "output": name}
+    return worst | {"wrong": wrong}
+
+
+# A run's launches, written as a file.
+
+SITE = """\
+import importlib.machinery, importlib.util, sys
+spec = importlib.util.spec_from_file_location("portattn_own_kernels", {source!r})
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+module.start_recording({notes!r}, {most})
+sys.path.remove({folder!r})
+hidden = importlib.machinery.PathFinder.find_spec("sitecustomize")  # by this file
+if hidden:
+    hidden.loader.exec_module(importlib.util.module_from_spec(hidden))
+"""
+
+
+class Recording(msgspec.Struct, frozen=True):
+    status: int  # of the command; of a signal 128 and its number
+    kernels: tuple[str, ...]
+    left_out: dict[str, int]  # why, and how many launches
+
+
+def record(command: Sequence[str], out: Path, most: int) -> Recording:
+    """Run a Python command, and write its launches as a file of kernels. Raises OSError."""
+    with tempfile.TemporaryDirectory(prefix="portattn-record-") as folder:
+        notes = Path(folder, "launches")
+        source = SITE.format(source=own_kernels.__file__, notes=str(notes), most=most, folder=folder)
+        Path(folder, "sitecustomize.py").write_text(source, encoding="utf-8")
+        path = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH", ""))))
+        status = subprocess.run(command, env=outside() | {"PYTHONPATH": path}, check=False).returncode
+        lines = notes.read_text(encoding="utf-8").splitlines() if notes.exists() else []
+    launches = list({line: json.loads(line) for line in lines}.values())
+    left_out = Counter(f"{one['function']}: {one['error']}" for one in launches if "error" in one)
+    text, names = toml_of([one for one in launches if "error" not in one], most, out)
+    if names:
+        out.write_text(text, encoding="utf-8")
+    return Recording(status if status >= 0 else 128 - status, tuple(names), dict(left_out))
+
+
+def toml_of(launches: Sequence[Mapping[str, Any]], most: int, out: Path) -> tuple[str, list[str]]:
+    """Return a file's text and its kernels' names; a kernel of no installed package names its folder."""
+    tables, counts = tomlkit.aot(), Counter[str]()
+    for launch in launches:
+        module, _, function = launch["function"].partition(":")
+        counts[launch["function"]] += 1
+        if counts[launch["function"]] > most:  # of several processes
+            continue
+        entry = {name: value for name, value in launch.items() if name != "root" and value not in ({}, [])}
+        root, top = Path(launch["root"]), module.partition(".")[0]
+        place = _root(KernelCase(function="", outputs=(), package=top), out.parent)
+        start = out.parent.resolve()
+        shown = os.path.relpath(root, start) if root.is_relative_to(start) else str(root)
+        entry |= {"package": top} if place == root and module != top else {"folder": shown}
+        others = sum(name.partition(" #")[0] == function for name in names) if (names := [t["name"] for t in tables]) else 0
+        table = tomlkit.table()
+        for key, value in {"name": f"{function} #{others + 1}" if others else function, **entry}.items():
+            inline = tomlkit.inline_table()
+            inline.update(value if isinstance(value, dict) else {})
+            table.add(key, inline if isinstance(value, dict) else value)
+        tables.append(table)
+    return tomlkit.dumps({"kernel": tables}), [str(table["name"]) for table in tables]
