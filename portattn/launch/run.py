@@ -36,12 +36,11 @@ def interpreter_lock() -> threading.RLock:
 
 
 def mend_bf16() -> None:
-    """Patch bfloat16 in Triton's interpreter: `tl.dot`, `-x`, and casts from and to float32.
+    """Patch bfloat16 in Triton's interpreter: `tl.dot`, arithmetic, and casts from and to float32.
 
     Triton 3.2 to 3.9 holds bfloat16 as uint16 there and computes with the bit patterns as integers, without an error:
     quirk cpu-0002 (InterpreterBuilder.create_dot, binary_op). Widening to float32 first is exact. Its casts (cast_impl)
-    truncate where GPUs round to nearest even, and widen subnormals wrongly. `-x` is 0 - x up to 3.7 (create_fsub);
-    create_fneg of 3.8 negates the uint16."""
+    truncate where GPUs round to nearest even, and widen subnormals wrongly."""
     import numpy as np
     import triton.language as tl
     from triton.runtime import interpreter
@@ -49,8 +48,8 @@ def mend_bf16() -> None:
     builder = interpreter.InterpreterBuilder
     if hasattr(builder, "_portattn_originals"):
         return
-    dot, subtract, cast = builder.create_dot, builder.create_fsub, builder.cast_impl
-    negate: Any = getattr(builder, "create_fneg", None)
+    dot, cast, binary, unary = builder.create_dot, builder.cast_impl, builder.binary_op, builder.unary_op
+    fused = builder.create_fma
 
     def widened(handle: Any) -> Any:
         if handle.dtype.scalar != tl.bfloat16 or handle.data.dtype != np.uint16:
@@ -79,21 +78,20 @@ def mend_bf16() -> None:
         terms = left.data.astype(d.data.dtype)[..., None] * right.data.astype(d.data.dtype)[..., None, :, :]
         return interpreter.TensorHandle(np.add.reduce(terms, axis=-2) + d.data, d.dtype.scalar)
 
-    def create_fsub(self: Any, left: Any, right: Any) -> Any:
-        if left.dtype.scalar != tl.bfloat16:
-            return subtract(self, left, right)
-        return self.create_fp_trunc(subtract(self, widened(left), widened(right)), tl.bfloat16)
+    def rounded(compute: Any) -> Any:
+        """Return an operation that computes in float32 if an operand is bfloat16; a comparison's result is no number."""
 
-    def create_fneg(self: Any, operand: Any) -> Any:
-        if operand.dtype.scalar != tl.bfloat16:
-            return negate(self, operand)
-        return interpreter.TensorHandle(operand.data ^ np.uint16(0x8000), tl.bfloat16)  # the sign is a bit, of NaN too
+        def operation(self: Any, *operands: Any) -> Any:
+            if getattr(operands[0], "dtype", tl.float32).scalar != tl.bfloat16:
+                return compute(self, *operands)
+            made = compute(self, *(widened(one) if hasattr(one, "data") else one for one in operands))
+            return made if made.data.dtype == bool else cast_impl(self, made, tl.bfloat16)
 
-    builder._portattn_originals = (dot, subtract, cast, negate)
-    builder.cast_impl = cast_impl
-    builder.create_dot, builder.create_fsub = create_dot, create_fsub
-    if negate is not None:
-        builder.create_fneg = create_fneg
+        return operation
+
+    builder._portattn_originals = (dot, cast, binary, unary, fused)
+    builder.cast_impl, builder.create_dot, builder.create_fma = cast_impl, create_dot, rounded(fused)
+    builder.binary_op, builder.unary_op = rounded(binary), rounded(unary)
 
 
 def _forked() -> None:

@@ -25,6 +25,7 @@ import tomlkit
 import torch
 
 from portattn.errors import DataError
+from portattn.launch.run import mend_bf16
 from portattn.planning.registry import Registry
 from portattn.schema import toml_reader
 from portattn.schema.problem import Problem
@@ -132,17 +133,19 @@ def read(path: Path, seconds: float = 120.0) -> list[NamedKernel]:
     with Worker() as worker:
         for number, entry in enumerate(file.kernel):
             package = entry.package or ("" if entry.folder else file.package)
-            case = msgspec.structs.replace(entry, package=package, folder="" if package else entry.folder or file.folder)
+            folder = "" if package else entry.folder or file.folder
+            case = msgspec.structs.replace(entry, package=package, folder=folder)
 
-            def refuse(key: str, limit: str, at: str = str(number)) -> DataError:
-                return DataError(path, toml_reader.line_of(text, "kernel", at, *key.split(".")), f"key {key!r}: {limit}")
+            def refuse(key: str, limit: str, at: tuple[str, ...] = ("kernel", str(number))) -> DataError:
+                return DataError(path, toml_reader.line_of(text, *at, *key.split(".")), f"key {key!r}: {limit}")
 
             for key, limit in _wrong(case):
                 raise refuse(key, limit)
             root = _root(case, path.parent)
             if root is None:
                 key = "package" if package else "folder"
-                raise refuse(key, f"{getattr(case, key)!r} is not here: install it, or name another folder")
+                limit = f"{getattr(case, key)!r} is not here: install it, or name another folder"
+                raise refuse(key, limit) if getattr(entry, key) else refuse(key, limit, ())
             reply = worker.request(
                 "portattn.worker.own_kernels:describe", seconds, root=str(root), function=case.function
             )
@@ -310,7 +313,7 @@ def numbers_of(
     if missing := str(seen.get("missing", "")):
         return Numerics(outcome="not_run", where=where, reason=missing)
     if strays := str(seen.get("strays", "")):
-        return Numerics(outcome="fail", where=where, reason=f"outside its memory: {strays}")
+        return Numerics(outcome="fail", where=where, reason=strays)
     error, budget = float(seen["error"]), float(seen["budget"])
     reasons = [f"{seen['wrong']} elements are NaN or infinite where they must not be, or the reverse"]
     reasons = reasons if seen["wrong"] else []
@@ -362,12 +365,14 @@ def interpreted(case: KernelCase, root: str) -> dict[str, torch.Tensor]:
     kernel, given = own_kernels.kernel_of(root, case.function), arguments_of(case)
     constants = {name: own_kernels.constant_of(value) for name, value in case.constants.items()}
     defaults = {name: one.default for name, one in inspect.signature(kernel.fn).parameters.items()}
-    kernel[tuple(case.grid)](*((defaults | constants | given)[name] for name in kernel.arg_names))
+    mend_bf16()
+    with own_kernels.loops_of_tensors(own_kernels.modules_of_kernels()):
+        kernel[tuple(case.grid)](*((defaults | constants | given)[name] for name in kernel.arg_names))
     return {name: given[name] for name in case.outputs}
 
 
 def referenced(case: KernelCase, root: str) -> dict[str, torch.Tensor]:
-    """Return the outputs of the function that the file names; an output's memory outside its elements stays as it is.
+    """Return in float64 the outputs of the function that the file names; memory outside of elements stays as it is.
 
     Raises KeyError if it does not return an output."""
     if root not in sys.path:
@@ -375,9 +380,11 @@ def referenced(case: KernelCase, root: str) -> dict[str, torch.Tensor]:
     function, given = pkgutil.resolve_name(case.reference), arguments_of(case)
     known = inspect.signature(function).parameters
     made = function(**{name: value for name, value in (given | case.constants).items() if name in known})
+    found = {}
     for name in case.outputs:
-        given[name].copy_(made[name])
-    return {name: given[name] for name in case.outputs}
+        found[name] = _flat(given[name]).double().as_strided(given[name].shape, given[name].stride())
+        found[name].copy_(made[name])
+    return found
 
 
 _right: dict[str, dict[str, torch.Tensor]] = {}  # by the case's digest
@@ -423,7 +430,7 @@ def compare(case: KernelCase, right: Mapping[str, Any], given: Mapping[str, Any]
         wrong += int((~same).sum())
         error = float((wanted - got)[finite].abs().max()) if finite.any() else 0.0
         largest = float(wanted[wanted.isfinite()].abs().max()) if wanted.isfinite().any() else 0.0
-        whole = not right[name].is_floating_point()
+        whole = not given[name].is_floating_point()
         budget = 0.0 if whole else case.budget() * largest
         if not worst["output"] or error * float(worst["budget"]) > float(worst["error"]) * budget or error > budget:
             worst = {"error": error, "budget": budget, "output": name}

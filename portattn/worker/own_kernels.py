@@ -13,6 +13,7 @@ from __future__ import annotations
 import __future__
 
 import ast
+import contextlib
 import hashlib
 import importlib
 import importlib.abc
@@ -25,7 +26,7 @@ import re
 import sys
 import textwrap
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -213,6 +214,29 @@ def kernel_of(root: str, path: str) -> Any:
     return kernel
 
 
+@contextlib.contextmanager
+def loops_of_tensors(names: Iterable[dict[str, Any]]) -> Iterator[None]:
+    """Make `range` count in Triton's int32 for functions of these globals; the interpreter's counts in Python's int."""
+
+    def count(*bounds: Any) -> Iterator[Any]:
+        from triton.runtime import interpreter
+
+        return map(interpreter._implicit_cvt, range(*bounds))
+
+    changed = [one for one in names if "range" not in one]
+    for one in changed:
+        one["range"] = count
+    try:
+        yield
+    finally:
+        for one in changed:
+            del one["range"]
+
+
+def modules_of_kernels() -> list[dict[str, Any]]:
+    return [vars(one) for one in sys.modules.values() if isinstance(one, _LazyModule)]
+
+
 def describe(request: Mapping[str, Any], enter: Callable[[str], None]) -> dict[str, Any]:
     """Return facts of a kernel: its arguments' names, the names with a default, and a digest of its source."""
     kernel = kernel_of(request["root"], request["function"])
@@ -280,6 +304,7 @@ def signature_of(kernel: Any, case: Mapping[str, Any]) -> dict[str, Any]:
 
 # Notes of a process's launches. The process is a user's: what fails here must not end it.
 ALL_VALUES = 256  # elements of a tensor of whole numbers that a note keeps; of a larger one it keeps the range
+LARGEST = 65504.0  # of float16: a range of larger numbers is not noted
 IGNORED = ("debug", "instrumentation_mode", "stream", "grid", "warmup")  # keywords of a launch that are no options
 DTYPES = {
     "float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "fp8e4nv",
@@ -343,7 +368,8 @@ class Recorder(importlib.abc.MetaPathFinder):
     def _noted(self, run: Callable[..., Any]) -> Callable[..., Any]:
         def noted(kernel: Any, *arguments: Any, grid: Any, warmup: bool = False, **named: Any) -> Any:
             def launch() -> Any:
-                return run(kernel, *arguments, grid=grid, warmup=warmup, **named)
+                with loops_of_tensors([kernel.fn.__globals__] if hasattr(kernel, "rewrite") else []):
+                    return run(kernel, *arguments, grid=grid, warmup=warmup, **named)
 
             if self.busy or warmup:
                 return launch()
@@ -442,8 +468,10 @@ def _note_tensor(note: dict[str, Any], name: str, tensor: Any) -> None:
     elif tensor.numel():
         wide = tensor if whole else tensor.double()
         finite = wide if whole else wide[wide.isfinite()]
-        if finite.numel():
-            note["ranges"][name] = [finite.min().item(), finite.max().item()]
+        bounds = [finite.min().item(), finite.max().item()] if finite.numel() else []
+        # The interpreter's bfloat16 products are of bit patterns (quirk cpu-0002): what comes of them has no range.
+        if bounds and (whole or max(map(abs, bounds)) < LARGEST):
+            note["ranges"][name] = bounds
 
 
 def start_recording(path: str, most: int) -> None:

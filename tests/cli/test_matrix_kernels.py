@@ -1,0 +1,175 @@
+"""Kernels of other packages in the matrix and in `ci`: right, wrong, outside their memory, edited, recorded."""
+
+import sys
+
+import msgspec
+import pytest
+from places import ROOT
+from quirk_files import plant
+
+from portattn.schema.toolchain import installed_toolchain
+from portattn.testing import kernel_cases
+from portattn.tools import lab
+from portattn.tools.matrix import results
+
+EXAMPLE = ROOT / "examples" / "kernels" / "kernels.toml"
+HERE = str(installed_toolchain())
+AMD = "rocm:gfx942"
+# FAULT is seen by compilers alone; PAST elements beyond the end are read; BLOCKED needs block pointers.
+KERNELS = """\
+import os
+import triton
+import triton.language as tl
+
+FAULT = tl.constexpr(0.0 if os.environ.get("TRITON_INTERPRET") == "1" else 0.5)
+
+@triton.jit
+def copy(x, out, n, PAST: tl.constexpr, WRONG: tl.constexpr, BLOCKED: tl.constexpr):
+    place = tl.arange(0, 64)
+    if BLOCKED:
+        pointer = tl.make_block_ptr(x, (64,), (1,), (0,), (64,), (0,))
+        values = tl.load(pointer, boundary_check=(0,))
+    else:
+        values = tl.load(x + place, mask=place < n + PAST)
+    if WRONG:
+        values += FAULT
+    tl.store(out + place, values, mask=place < n)
+"""
+ENTRY = """\
+[[kernel]]
+name = "{name}"
+function = "copies:copy"
+types = {{ x = "*fp32", out = "*fp32", n = "i32" }}
+shapes = {{ x = [48], out = [48] }}
+values = {{ n = 48 }}
+outputs = ["out"]
+constants = {{ PAST = {past}, WRONG = {wrong}, BLOCKED = {blocked} }}
+"""
+pytestmark = [pytest.mark.compiles,
+              pytest.mark.skipif(not HERE.startswith("triton=="), reason="needs community Triton")]  # fmt: skip
+
+
+@pytest.fixture
+def file(tmp_path):
+    """Return a function that writes a file of copies, each with its constants."""
+    (tmp_path / "copies.py").write_text(KERNELS)
+
+    def write(**entries):
+        values = {"past": 0, "wrong": "false", "blocked": "false"}
+        text = "".join(ENTRY.format(name=name, **values | changes) for name, changes in entries.items())
+        (tmp_path / "kernels.toml").write_text(text)
+        return str(tmp_path / "kernels.toml")
+
+    return write
+
+
+def run(portattn, tmp_path, kernels, *options, out="out", targets=AMD, exits=0):
+    line = ("matrix", "run", "--kernels", kernels, "--targets", targets, "--out", str(tmp_path / out), *options)
+    portattn(*line, exits=exits)
+    return {cell.name: cell for cell in results.read(tmp_path / out / results.NAME)[1]}
+
+
+def test_right_and_wrong_kernels_in_a_model_of_the_chip(portattn, tmp_path, file) -> None:
+    entries = {"right": {}, "wrong": {"wrong": "true"}, "past": {"past": 8}}
+    cells = run(portattn, tmp_path, file(**entries), exits=1)
+    right, wrong, past = cells.values()
+    assert (right.status, right.level, right.op, right.problem) == ("PASS", "emulated", "kernels", None)
+    assert (right.emulated.error, right.interpreter.outcome) == (0.0, "pass")
+    assert right.kernels[0].facts["spills"] == 0
+    assert (wrong.status, wrong.level) == ("FAIL", "declared")
+    assert wrong.reason.startswith("emulated numerics: out's error 0.5 is over its budget ")
+    assert past.status == "FAIL"
+    assert "OutOfBounds" in past.reason
+    found = portattn("matrix", "report", str(tmp_path / "out"), "--json", exits=0).json
+    assert [one["name"] for one in found["red"]] == ["wrong", "past"]
+    assert "Kernels of other packages" in (tmp_path / "out" / "index.html").read_text()
+    portattn("matrix", "site", str(tmp_path / "out"), "--out", str(tmp_path / "site"), exits=0)
+
+    # An edited kernel is another problem of its name; a baseline and --resume keep their promises.
+    baseline = str(tmp_path / "baseline.toml")
+    portattn("matrix", "baseline", str(tmp_path / "out"), baseline, exits=0)
+    (tmp_path / "copies.py").write_text(KERNELS.replace("values += FAULT", "values += 2 * FAULT"))
+    found = portattn("matrix", "run", "--kernels", file(right=entries["past"]), "--targets", AMD, "--out",
+                     str(tmp_path / "new"), "--baseline", baseline, "--json", exits=1).json  # fmt: skip
+    changes = portattn("matrix", "diff", baseline, str(tmp_path / "new"), "--partial", "--json", exits=1).json["changes"]
+    assert [(one["name"], one["kinds"][0]) for one in changes] == [("right", "level")]
+    assert "the problem of this name is another one" in changes[0]["causes"][0]["text"]
+    assert {finding["kind"] for finding in found["findings"]} >= {"red", "level"}
+
+
+def test_the_example_is_right_for_amd_and_the_interpreter_by_its_reference(portattn, tmp_path) -> None:
+    (cell,) = run(portattn, tmp_path, str(EXAMPLE)).values()
+    assert (cell.status, cell.level) == ("PASS", "emulated")
+    assert 0 < cell.interpreter.error <= cell.interpreter.budget, "its reference is float64"
+    assert [gate.name for gate in cell.gates] == ["bytes of LDS", "registers", "bytes spilled"]
+    again = run(portattn, tmp_path, str(EXAMPLE), "--resume")
+    assert next(iter(again.values())).date == cell.date
+
+
+@pytest.mark.usefixtures("real_lab")
+def test_ascends_lowering_reads_past_the_end(portattn, tmp_path, file) -> None:
+    if lab.find("triton-ascend==3.2.0") is None:
+        pytest.skip("the lab has no triton-ascend==3.2.0: `portattn lab create triton-ascend==3.2.0` makes it")
+    cells = run(portattn, tmp_path, file(right={}, past={"past": 8}), targets="ascend:ascend910b2", exits=1)
+    assert (cells["right"].status, cells["right"].level) == ("PASS", "lowering-checked")
+    assert cells["past"].reason == "lowered numerics: reads x 0 bytes after its end"
+
+
+@pytest.mark.usefixtures("real_lab")
+def test_ci_tells_a_kernel_that_the_new_compiler_refuses_and_its_quirk(portattn, tmp_path, file) -> None:
+    for name in ("triton==3.6.0", "triton==3.9.0"):
+        if lab.find(name) is None:
+            pytest.skip(f"the lab has no {name}: `portattn lab create {name}` makes it")
+    quirks = tmp_path / "quirks"
+    signed = 'signature = "make_block_ptr"\nlast_seen = "triton==3.9.0"\nreview_by = 2027-06-01'
+    plant(quirks, "rocm-0901-copies", 'note = "use descriptors"', 'kernels = ["copy"]', evidence=signed)
+    line = ("ci", "--kernels", file(plain={}, blocked={"blocked": "true"}), "--from", "triton==3.6.0", "--to",
+            "triton==3.9.0", "--targets", AMD, "--quirk-folder", str(quirks))  # fmt: skip
+    assert "goes with --compile: kernels of other packages have no plan" in portattn(*line, exits=2).err
+    found = portattn(*line, "--compile", "--out", str(tmp_path / "out"), "--json", exits=1).json
+    (loss,) = found["losses"]
+    assert (loss["problems"], loss["targets"]) == (["blocked"], [AMD])
+    assert "make_block_ptr" in loss["what"]
+    cells = {cell.name: cell for cell in results.read(tmp_path / "out" / "after" / results.NAME)[1]}
+    assert (cells["plain"].level, cells["blocked"].status) == ("emulated", "ERROR")
+    (note,) = cells["blocked"].footnotes
+    assert (note.id, note.role) == ("rocm-0901-copies", "explains")
+
+
+def test_a_quirks_launch_values_change_the_compile(file) -> None:
+    from portattn.planning.registry import Registry
+    from portattn.worker.client import Worker
+
+    (named,) = kernel_cases.read(kernel_cases.Path(file(plain={})))
+    registry = Registry.load()
+    quirk = registry.quirks["rocm-0015-kpack"]
+    effect = type(quirk.effect)(launch={"num_warps": 8})
+    target = registry.target(AMD)
+    with Worker() as worker:
+        warps = [
+            kernel_cases.compile_case(named, target, worker, 60.0, quirks).facts["num_warps"]
+            for quirks in ([], [msgspec.structs.replace(quirk, effect=effect)])
+        ]
+    assert warps == [4, 8]
+
+
+def test_a_recorded_run_is_a_file_that_runs(portattn, tmp_path, monkeypatch) -> None:
+    program = EXAMPLE.with_name("row_softmax.py")
+    twice = f"import runpy; [runpy.run_path({str(program)!r}, run_name='__main__') for _ in range(2)]; raise SystemExit(7)"
+    file = tmp_path / "kernels.toml"
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    called = portattn("matrix", "record", "--out", str(file), "--json", "--", sys.executable, "-c", twice)
+    assert (called.status, called.json["kernels"], called.json["status"]) == (7, ["row_softmax"], 7)
+    (named,) = kernel_cases.read(file)
+    case, (example,) = named.problem, kernel_cases.read(EXAMPLE)
+    for field in ("function", "grid", "types", "shapes", "strides", "values", "outputs", "constants", "options"):
+        assert getattr(case, field) == getattr(example.problem, field), field
+    low, high = case.ranges["x"]
+    assert -6 < low < high < 6
+    monkeypatch.delenv("TRITON_INTERPRET")
+    (cell,) = run(portattn, tmp_path, str(file)).values()
+    assert (cell.status, cell.level) == ("PASS", "emulated")
+    nothing = portattn("matrix", "record", "--out", str(file), "--", sys.executable, "-c", "1", exits=3)
+    assert nothing.err == "portattn: nothing was recorded: the command launched no Triton kernel\n"
+    absent = portattn("matrix", "record", "--out", str(file), "--", "/nowhere/python", exits=2)
+    assert "COMMAND is '/nowhere/python', but cannot be run: No such file or directory" in absent.err
