@@ -371,7 +371,9 @@ def symptom_of(reply: Reply) -> Symptom:
 
 def first_line(message: str) -> str:
     lines = [line.strip() for line in message.splitlines() if line.strip()]
-    return lines[0][:300] if lines else "no message"
+    # A place in the source alone is no reason, which Triton puts last.
+    told = [*lines[:1], *(lines[-1:] if lines and lines[0].endswith(":") and len(lines) > 1 else ())]
+    return " ".join(told)[:300] or "no message"
 
 
 def reproducer(launch: Compiled, plan: Plan, target: Target, python: str = "") -> str:

@@ -61,6 +61,9 @@ def root_of(module: str, file: str) -> str | None:
 class StandIn:
     """Stands for what a failed statement binds, and holds nothing."""
 
+    # Triton refuses a kernel with any other object as a default value of an argument, even of one that is given.
+    __triton_builtin__ = True
+
     def __init__(self, name: str) -> None:
         self._name = name
 
@@ -70,6 +73,8 @@ class StandIn:
         return StandIn(f"{self._name}.{name}")
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
+        if "_semantic" in named or "_builder" in named:
+            raise NameError(f"the kernel calls {self!r}")
         return StandIn(f"{self._name}()")
 
     def __mro_entries__(self, bases: Any) -> tuple[type, ...]:
