@@ -99,7 +99,8 @@ def _kinds() -> Sequence[str]:
 @json_option
 def ci(
     before: str | None, after: str | None, targets: tuple[str, ...], problems: tuple[str, ...], quick: bool, full: bool,
-    kernels: Path | None, baseline: Path | None, quirk_folder: Path | None, compiled: bool, create: bool, jobs: int, seconds: float,
+    kernels: Path | None, baseline: Path | None, quirk_folder: Path | None, compiled: bool, create: bool, jobs: int,
+    seconds: float,
     emulate: bool, expected: Path | None, today: datetime.datetime | None, fail_on: tuple[str, ...],
     summary: Path | None, out: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
@@ -121,7 +122,7 @@ def ci(
         raise ArgumentError("ci", "--create", "on", "goes with --compile")
     red, listed = _fail_on(fail_on, compiled), matrix_compare.expected_of(expected)
     if kernels and not compiled:
-        raise ArgumentError("ci", "--kernels", str(kernels), "goes with --compile: kernels of other packages have no plan")
+        raise ArgumentError("ci", "--kernels", str(kernels), "goes with --compile: such kernels have no plan")
     which: SetName | None = "kernels" if kernels else "full" if full else "quick" if quick else None
     what = read_request(
         before, after, targets, problems, which=which, baseline=baseline, quirks=quirk_folder, kernels=kernels

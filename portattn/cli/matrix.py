@@ -54,7 +54,8 @@ def matrix() -> None:
 @json_option
 def run(
     out: Path, quick: bool, full: bool, kernels: Path | None, targets: tuple[str, ...], problems: tuple[str, ...],
-    toolchain: tuple[str, ...], all_toolchains: bool, create: bool, ascend_python: str | None, jobs: int, seconds: float, resume: bool,
+    toolchain: tuple[str, ...], all_toolchains: bool, create: bool, ascend_python: str | None, jobs: int,
+    seconds: float, resume: bool,
     emulate: bool, run_ptx_compat: bool | None, host: str | None, baseline: Path | None, fail_on: tuple[str, ...],
     expected: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
@@ -157,7 +158,7 @@ def record(out: Path, most: int, command: tuple[str, ...], as_json: bool) -> Non
 
     Exit status: the command's; 2 where it cannot be started, 3 where nothing was recorded."""
     from portattn.errors import ArgumentError
-    from portattn.testing.kernel_cases import record as recorded
+    from portattn.tools.matrix.select import record as recorded
 
     try:
         found = recorded(command, out, most)

@@ -79,7 +79,7 @@ def mend_bf16() -> None:
         return interpreter.TensorHandle(np.add.reduce(terms, axis=-2) + d.data, d.dtype.scalar)
 
     def rounded(compute: Any) -> Any:
-        """Return an operation that computes in float32 if an operand is bfloat16; a comparison's result is no number."""
+        """Return an operation that computes on bfloat16 in float32; the result of a comparison is no number."""
 
         def operation(self: Any, *operands: Any) -> Any:
             if getattr(operands[0], "dtype", tl.float32).scalar != tl.bfloat16:

@@ -7,21 +7,15 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import json
 import math
-import os
 import pkgutil
 import re
-import subprocess
 import sys
-import tempfile
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import tomlkit
 import torch
 
 from portattn.errors import DataError
@@ -34,7 +28,7 @@ from portattn.schema.target import Target
 from portattn.testing.executor import run_code
 from portattn.testing.findings import Facts, Gate, KernelFacts, Numerics, gate_of, resource_gates
 from portattn.worker import own_kernels
-from portattn.worker.client import Reply, Worker, outside
+from portattn.worker.client import Reply, Worker
 
 KERNELS = "kernels"  # the op of kernels' cells, and the name of their set
 DTYPES = {
@@ -141,7 +135,7 @@ def read(path: Path, seconds: float = 120.0) -> list[NamedKernel]:
 
             for key, limit in _wrong(case):
                 raise refuse(key, limit)
-            root = _root(case, path.parent)
+            root = root_of_case(case, path.parent)
             if root is None:
                 key = "package" if package else "folder"
                 limit = f"{getattr(case, key)!r} is not here: install it, or name another folder"
@@ -164,7 +158,8 @@ def read(path: Path, seconds: float = 120.0) -> list[NamedKernel]:
     return list(found.values())
 
 
-def _root(case: KernelCase, beside: Path) -> Path | None:
+def root_of_case(case: KernelCase, beside: Path) -> Path | None:
+    """Return the folder from which a kernel's module is imported here, or None; `beside` is its file's folder."""
     if not case.package:
         folder = beside / Path(case.folder or ".").expanduser()
         return folder.resolve() if folder.is_dir() else None
@@ -264,8 +259,9 @@ def compile_case(named: NamedKernel, target: Target, worker: Worker, seconds: fl
     for quirk in (one for one in quirks if one.changes_foreign):
         case["options"] = case["options"] | (quirk.effect.launch or {})
         env |= quirk.effect.env or {}
+    signature = {"root": named.root, "function": case["function"], "case": case}
     return worker.request(
-        "compile", seconds, signature={"root": named.root, "function": case["function"], "case": case}, facts="all", env=env,
+        "compile", seconds, signature=signature, facts="all", env=env,
         target=list(backend.triton_target(target.arch)), **({"adapter": adapter} if adapter else {}),
     )  # fmt: skip
 
@@ -290,9 +286,6 @@ def explains(quirk: Quirk, text: str) -> bool:
     return bool(quirk.evidence.signature and re.search(quirk.evidence.signature, text))
 
 
-TASK = "portattn.testing.kernel_cases:check"
-
-
 def numbers_of(
     named: NamedKernel, target: Target | None, worker: Worker, seconds: float, where: str, reply: Reply | None = None
 ) -> Numerics:
@@ -304,7 +297,7 @@ def numbers_of(
             "target": target.name, "grid": list(named.problem.grid), "outputs": list(named.problem.outputs),
             "texts": facts, "facts": facts, "unchecked": [], "triton": target.toolchain.version, "steps": STEPS,
         }  # fmt: skip
-    done = worker.request(TASK, seconds, **fields)
+    done = worker.request("portattn.testing.kernel_cases:check", seconds, **fields)
     if done.outcome != "ok":
         reason = f"{done.outcome}: {done.kind}: {done.message.strip().splitlines()[0] if done.message else ''}"[:500]
         # An exception of the interpreter, or of what executes code, is no finding about the code.
@@ -348,7 +341,8 @@ def arguments_of(case: KernelCase) -> dict[str, Any]:
             memory = torch.empty(size, dtype=torch.float64).uniform_(low, high + whole, generator=generator)
             memory = (memory.floor().clamp(max=high) if whole else memory).to(dtype)
         elif name in case.outputs:
-            memory = torch.full((size,), torch.iinfo(dtype).max if whole and dtype != torch.bool else math.nan).to(dtype)
+            poison = 1 if dtype == torch.bool else torch.iinfo(dtype).max if whole else math.nan
+            memory = torch.full((size,), poison).to(dtype)
         else:
             memory = torch.randn(size, generator=generator).to(dtype)
         found[name] = memory.as_strided(shape, strides)
@@ -435,65 +429,3 @@ def compare(case: KernelCase, right: Mapping[str, Any], given: Mapping[str, Any]
         if not worst["output"] or error * float(worst["budget"]) > float(worst["error"]) * budget or error > budget:
             worst = {"error": error, "budget": budget, "output": name}
     return worst | {"wrong": wrong}
-
-
-# A run's launches, written as a file.
-
-SITE = """\
-import importlib.machinery, importlib.util, sys
-spec = importlib.util.spec_from_file_location("portattn_own_kernels", {source!r})
-module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
-module.start_recording({notes!r}, {most})
-sys.path.remove({folder!r})
-hidden = importlib.machinery.PathFinder.find_spec("sitecustomize")  # by this file
-if hidden:
-    hidden.loader.exec_module(importlib.util.module_from_spec(hidden))
-"""
-
-
-class Recording(msgspec.Struct, frozen=True):
-    status: int  # of the command; of a signal 128 and its number
-    kernels: tuple[str, ...]
-    left_out: dict[str, int]  # why, and how many launches
-
-
-def record(command: Sequence[str], out: Path, most: int) -> Recording:
-    """Run a Python command, and write its launches as a file of kernels. Raises OSError."""
-    with tempfile.TemporaryDirectory(prefix="portattn-record-") as folder:
-        notes = Path(folder, "launches")
-        source = SITE.format(source=own_kernels.__file__, notes=str(notes), most=most, folder=folder)
-        Path(folder, "sitecustomize.py").write_text(source, encoding="utf-8")
-        path = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH", ""))))
-        status = subprocess.run(command, env=outside() | {"PYTHONPATH": path}, check=False).returncode
-        lines = notes.read_text(encoding="utf-8").splitlines() if notes.exists() else []
-    launches = list({line: json.loads(line) for line in lines}.values())
-    left_out = Counter(f"{one['function']}: {one['error']}" for one in launches if "error" in one)
-    text, names = toml_of([one for one in launches if "error" not in one], most, out)
-    if names:
-        out.write_text(text, encoding="utf-8")
-    return Recording(status if status >= 0 else 128 - status, tuple(names), dict(left_out))
-
-
-def toml_of(launches: Sequence[Mapping[str, Any]], most: int, out: Path) -> tuple[str, list[str]]:
-    """Return a file's text and its kernels' names; a kernel of no installed package names its folder."""
-    tables, counts = tomlkit.aot(), Counter[str]()
-    for launch in launches:
-        module, _, function = launch["function"].partition(":")
-        counts[launch["function"]] += 1
-        if counts[launch["function"]] > most:  # of several processes
-            continue
-        entry = {name: value for name, value in launch.items() if name != "root" and value not in ({}, [])}
-        root, top = Path(launch["root"]), module.partition(".")[0]
-        place = _root(KernelCase(function="", outputs=(), package=top), out.parent)
-        start = out.parent.resolve()
-        shown = os.path.relpath(root, start) if root.is_relative_to(start) else str(root)
-        entry |= {"package": top} if place == root and module != top else {"folder": shown}
-        others = sum(name.partition(" #")[0] == function for name in names) if (names := [t["name"] for t in tables]) else 0
-        table = tomlkit.table()
-        for key, value in {"name": f"{function} #{others + 1}" if others else function, **entry}.items():
-            inline = tomlkit.inline_table()
-            inline.update(value if isinstance(value, dict) else {})
-            table.add(key, inline if isinstance(value, dict) else value)
-        tables.append(table)
-    return tomlkit.dumps({"kernel": tables}), [str(table["name"]) for table in tables]

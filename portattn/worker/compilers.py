@@ -204,9 +204,10 @@ def read_own_files() -> None:
 def compile_signature(request: dict[str, Any], enter: Callable[[str], None]) -> dict[str, Any]:
     """Compile one Signature (as plain data) for one target and return facts about the machine code.
 
-    A signature with a `root` is of a kernel outside portattn; with a `case` its arguments' values specialise it. The request's `facts`: basic, full (registers, spills,
-    instructions), text (the assembly), all, code (full, and the machine code's text), or object (the assembly, and the
-    code object in base64). `enter(stage)` is called before each compiler stage."""
+    A signature with a `root` is of a kernel outside portattn; with a `case` its arguments' values specialise it. The
+    request's `facts`: basic, full (registers, spills, instructions), text (the assembly), all, code (full, and the
+    machine code's text), or object (the assembly, and the code object in base64). `enter(stage)` is called before each
+    compiler stage."""
     signature, target = request["signature"], tuple(request["target"])
     if "root" in signature:  # another package's kernel: a failure before `parse` is not the compiler's
         from portattn.worker import own_kernels

@@ -9,7 +9,6 @@ Runs in a child process; standard library and Triton only.
 """
 
 from __future__ import annotations
-
 import __future__
 
 import ast
@@ -179,7 +178,8 @@ class _LazyModule(types.ModuleType):
 class _Foreign(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds the modules of the packages that kernels are taken out of, each in the folder that `roots` names."""
 
-    roots: dict[str, str] = {}
+    def __init__(self) -> None:
+        self.roots: dict[str, str] = {}
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         root = self.roots.get(name.partition(".")[0])
@@ -192,8 +192,8 @@ class _Foreign(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return _LazyModule(spec.name)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        assert module.__spec__ is not None and module.__spec__.origin, "the finder keeps a source's path"
-        vars(module)["__source__"] = _Source(module, module.__spec__.origin)
+        file = inspect.getfile(module)
+        vars(module)["__source__"] = _Source(module, file)
 
 
 _foreign = _Foreign()
@@ -416,7 +416,9 @@ def note_of(kernel: Any, arguments: tuple[Any, ...], named: dict[str, Any], grid
     function = kernel.fn
     parameters = inspect.signature(function).parameters
     defaults = {name: one.default for name, one in parameters.items() if one.default is not inspect.Parameter.empty}
-    bound = defaults | dict(zip(parameters, arguments)) | {k: v for k, v in named.items() if k in parameters}
+    bound = (
+        defaults | dict(zip(parameters, arguments, strict=False)) | {k: v for k, v in named.items() if k in parameters}
+    )
     file = inspect.getsourcefile(function) or ""
     root = root_of(function.__module__, file)
     module = function.__module__ if root else os.path.splitext(os.path.basename(file))[0]

@@ -92,7 +92,8 @@ def test_right_and_wrong_kernels_in_a_model_of_the_chip(portattn, tmp_path, file
     (tmp_path / "copies.py").write_text(KERNELS.replace("values += FAULT", "values += 2 * FAULT"))
     found = portattn("matrix", "run", "--kernels", file(right=entries["past"]), "--targets", AMD, "--out",
                      str(tmp_path / "new"), "--baseline", baseline, "--json", exits=1).json  # fmt: skip
-    changes = portattn("matrix", "diff", baseline, str(tmp_path / "new"), "--partial", "--json", exits=1).json["changes"]
+    line = ("matrix", "diff", baseline, str(tmp_path / "new"), "--partial", "--json")
+    changes = portattn(*line, exits=1).json["changes"]
     assert [(one["name"], one["kinds"][0]) for one in changes] == [("right", "level")]
     assert "the problem of this name is another one" in changes[0]["causes"][0]["text"]
     assert {finding["kind"] for finding in found["findings"]} >= {"red", "level"}
@@ -127,7 +128,7 @@ def test_ci_tells_a_kernel_that_the_new_compiler_refuses_and_its_quirk(portattn,
     entry.write_text(text.replace("3.6.0", "3.9.0"))
     line = ("ci", "--kernels", file(plain={}, blocked={"blocked": "true"}), "--from", "triton==3.6.0", "--to",
             "triton==3.9.0", "--targets", AMD, "--quirk-folder", str(quirks))  # fmt: skip
-    assert "goes with --compile: kernels of other packages have no plan" in portattn(*line, exits=2).err
+    assert "goes with --compile: such kernels have no plan" in portattn(*line, exits=2).err
     found = portattn(*line, "--compile", "--out", str(tmp_path / "out"), "--json", exits=1).json
     (loss,) = found["losses"]
     assert (loss["problems"], loss["targets"]) == (["blocked"], [AMD])
@@ -157,10 +158,11 @@ def test_a_quirks_launch_values_change_the_compile(file) -> None:
 
 def test_a_recorded_run_is_a_file_that_runs(portattn, tmp_path, monkeypatch) -> None:
     program = EXAMPLE.with_name("row_softmax.py")
-    twice = f"import runpy; [runpy.run_path({str(program)!r}, run_name='__main__') for _ in range(2)]; raise SystemExit(7)"
+    once = f"import runpy; runpy.run_path({str(program)!r}, run_name='__main__')"
     file = tmp_path / "kernels.toml"
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    called = portattn("matrix", "record", "--out", str(file), "--json", "--", sys.executable, "-c", twice)
+    line = ("matrix", "record", "--out", str(file), "--json", "--", sys.executable, "-c")
+    called = portattn(*line, f"{once}\n{once}\nraise SystemExit(7)")
     assert (called.status, called.json["kernels"], called.json["status"]) == (7, ["row_softmax"], 7)
     (named,) = kernel_cases.read(file)
     case, (example,) = named.problem, kernel_cases.read(EXAMPLE)

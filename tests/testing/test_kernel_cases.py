@@ -82,7 +82,7 @@ def test_arguments_lie_in_memory_as_the_entry_says() -> None:
     assert (found["s"], found["none"]) == (0.5, None)
     assert found["x"].stride() == (4, 1)
     assert found["x"].untyped_storage().nbytes() == 7 * 2, "from the first element to the last"
-    assert (found["x"] >= 2).all() and (found["x"] <= 3).all()
+    assert ((found["x"] >= 2) & (found["x"] <= 3)).all()
     assert found["o"].isnan().all()
     assert (found["n"] == torch.iinfo(torch.int32).max).all()
     again = kernel_cases.arguments_of(CASE)

@@ -193,8 +193,8 @@ class KernelTarget:
         """Compile a kernel for this target with its toolchain, in a child process. No device is needed.
 
         Args:
-            kernel: a @triton.jit function at the top of a module's file, autotuned or not. The child runs the statements
-                of that file that the kernel needs; other packages need not be in the lab's environment
+            kernel: a @triton.jit function at the top of a module's file, autotuned or not. The child runs of that file
+                the statements that the kernel needs; other packages need not be in the lab's environment
             signature: run-time argument -> Triton's type: `*fp16`, `i32`, `fp32`
             constexprs: tl.constexpr argument -> number, text, bool or None; optional if it has a default
             divisible: arguments that are multiples of 16; None for every pointer

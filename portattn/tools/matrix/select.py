@@ -1,16 +1,22 @@
-"""Select the cells of a run: problems × targets, each target with the toolchain that compiles for it."""
+"""Select the cells of a run: problems × targets, each target with the toolchain that compiles for it.
+
+A file of kernels, which stand in for problems, is written from the launches of a process."""
 
 from __future__ import annotations
 
 import fnmatch
 import itertools
 import json
+import os
 import subprocess
+import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
+import tomlkit
 
 from portattn.errors import ArgumentError
 from portattn.planning import target_names
@@ -18,10 +24,12 @@ from portattn.planning.registry import Registry
 from portattn.schema.target import Target
 from portattn.schema.toolchain import Toolchain, installed_for, is_installed
 from portattn.testing import kernel_cases
-from portattn.testing.kernel_cases import NamedKernel
+from portattn.testing.kernel_cases import KernelCase, NamedKernel
 from portattn.tools import lab
 from portattn.tools.matrix.cells import cell_id
 from portattn.tools.matrix.problems import SETS, NamedProblem, SetName
+from portattn.worker import own_kernels
+from portattn.worker.client import outside
 
 OP = "matrix run"
 ASK_SECONDS = 60.0
@@ -184,3 +192,68 @@ def toolchain_of(python: str) -> Toolchain:
     except (subprocess.CalledProcessError, json.JSONDecodeError):
         limit = "must be a Python interpreter; it did not say what is installed in it"
     raise ArgumentError(OP, "--ascend-python", python, limit)
+
+
+# A run's launches, written as a file.
+
+SITE = """\
+import importlib.machinery, importlib.util, sys
+spec = importlib.util.spec_from_file_location("portattn_own_kernels", {source!r})
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+module.start_recording({notes!r}, {most})
+sys.path.remove({folder!r})
+hidden = importlib.machinery.PathFinder.find_spec("sitecustomize")  # by this file
+if hidden:
+    hidden.loader.exec_module(importlib.util.module_from_spec(hidden))
+"""
+
+
+class Recording(msgspec.Struct, frozen=True):
+    status: int  # of the command; of a signal 128 and its number
+    kernels: tuple[str, ...]
+    left_out: dict[str, int]  # why, and how many launches
+
+
+def record(command: Sequence[str], out: Path, most: int) -> Recording:
+    """Run a Python command, and write its launches as a file of kernels. Raises OSError."""
+    with tempfile.TemporaryDirectory(prefix="portattn-record-") as folder:
+        notes = Path(folder, "launches")
+        source = SITE.format(source=own_kernels.__file__, notes=str(notes), most=most, folder=folder)
+        Path(folder, "sitecustomize.py").write_text(source, encoding="utf-8")
+        path = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH", ""))))
+        status = subprocess.run(command, env=outside() | {"PYTHONPATH": path}, check=False).returncode
+        lines = notes.read_text(encoding="utf-8").splitlines() if notes.exists() else []
+    launches = list({line: json.loads(line) for line in lines}.values())
+    left_out = Counter(f"{one['function']}: {one['error']}" for one in launches if "error" in one)
+    text, names = toml_of([one for one in launches if "error" not in one], most, out)
+    if names:
+        out.write_text(text, encoding="utf-8")
+    return Recording(status if status >= 0 else 128 - status, tuple(names), dict(left_out))
+
+
+def toml_of(launches: Sequence[Mapping[str, Any]], most: int, out: Path) -> tuple[str, list[str]]:
+    """Return a file's text and its kernels' names; a kernel of no installed package names its folder."""
+    tables, counts, names = tomlkit.aot(), Counter[str](), Counter[str]()
+    for launch in launches:
+        module, _, function = launch["function"].partition(":")
+        counts[launch["function"]] += 1
+        if counts[launch["function"]] > most:  # of several processes
+            continue
+        entry = {name: value for name, value in launch.items() if name != "root" and value not in ({}, [])}
+        root, top = Path(launch["root"]), module.partition(".")[0]
+        place = kernel_cases.root_of_case(KernelCase(function="", outputs=(), package=top), out.parent)
+        start = out.parent.resolve()
+        shown = os.path.relpath(root, start) if root.is_relative_to(start) else str(root)
+        entry |= {"package": top} if place == root and module != top else {"folder": shown}
+        names[function] += 1
+        table = tomlkit.table()
+        for key, value in {
+            "name": f"{function} #{names[function]}" if names[function] > 1 else function,
+            **entry,
+        }.items():
+            inline = tomlkit.inline_table()
+            inline.update(value if isinstance(value, dict) else {})
+            table.add(key, inline if isinstance(value, dict) else value)
+        tables.append(table)
+    return tomlkit.dumps({"kernel": tables}), [str(table["name"]) for table in tables]

@@ -63,7 +63,8 @@ def context(run: Run, cells: Sequence[Cell]) -> dict[str, Any]:
     means = cell_text.LEVEL_MEANS | cell_text.STATUS_MEANS
     return {
         "run": run, "cells": cells, "columns": columns, "bands": _bands(columns), "ops": ops,
-        "titles": {op: row.title for op, row in ROWS.items()} | {KERNELS: "Kernels of other packages"}, "numbers": numbers,
+        "titles": {KERNELS: "Kernels of other packages", **{op: row.title for op, row in ROWS.items()}},
+        "numbers": numbers,
         "footnotes": [
             (numbers[quirk], used[0][1], len({cell.id for cell, _ in used})) for quirk, used in notes.items()
         ],
