@@ -110,7 +110,7 @@ class NamedKernel(msgspec.Struct, frozen=True):
 Subject = Problem | KernelCase
 
 
-class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _KernelFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kernel: tuple[KernelCase, ...]
     package: str = ""
     folder: str = ""
@@ -122,7 +122,7 @@ def read(path: Path, seconds: float = 120.0) -> list[NamedKernel]:
         data, text = toml_reader.read(path)
     except OSError as error:
         raise DataError(path, None, f"cannot be read: {error.strerror}") from None
-    file = toml_reader.convert(data, _File, path, text)
+    file = toml_reader.convert(data, _KernelFile, path, text)
     found: dict[str, NamedKernel] = {}
     with Worker() as worker:
         for number, entry in enumerate(file.kernel):
@@ -300,7 +300,7 @@ def numbers_of(
     done = worker.request("portattn.testing.kernel_cases:check", seconds, **fields)
     if done.outcome != "ok":
         reason = f"{done.outcome}: {done.kind}: {done.message.strip().splitlines()[0] if done.message else ''}"[:500]
-        # An exception of the interpreter, or of what executes code, is no finding about the code.
+        # An exception of the interpreter or of an executor is no finding about the code.
         return Numerics(outcome="not_run" if done.outcome == "error" else done.outcome, where=where, reason=reason)
     seen = done.facts
     if missing := str(seen.get("missing", "")):
@@ -355,7 +355,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((size,), (1,))
 
 
-def interpreted(case: KernelCase, root: str) -> dict[str, torch.Tensor]:
+def interpret(case: KernelCase, root: str) -> dict[str, torch.Tensor]:
     kernel, given = own_kernels.kernel_of(root, case.function), arguments_of(case)
     constants = {name: own_kernels.constant_of(value) for name, value in case.constants.items()}
     defaults = {name: one.default for name, one in inspect.signature(kernel.fn).parameters.items()}
@@ -365,7 +365,7 @@ def interpreted(case: KernelCase, root: str) -> dict[str, torch.Tensor]:
     return {name: given[name] for name in case.outputs}
 
 
-def referenced(case: KernelCase, root: str) -> dict[str, torch.Tensor]:
+def run_reference(case: KernelCase, root: str) -> dict[str, torch.Tensor]:
     """Return in float64 the outputs of the function that the file names; memory outside of elements stays as it is.
 
     Raises KeyError if it does not return an output."""
@@ -391,7 +391,7 @@ def check(request: Mapping[str, Any], enter: Callable[[str], None]) -> dict[str,
     enter("reference")
     with torch.no_grad():
         if key not in _right:
-            _right[key] = (referenced if case.reference else interpreted)(case, root)
+            _right[key] = (run_reference if case.reference else interpret)(case, root)
         right = _right[key]
         for name, tensor in right.items():
             if tensor.is_floating_point() and tensor.numel() and not tensor.double().isfinite().any():
@@ -399,7 +399,7 @@ def check(request: Mapping[str, Any], enter: Callable[[str], None]) -> dict[str,
                 return {"facts": {"missing": again}}
         if "texts" not in request:
             enter("interpret")
-            return {"facts": compare(case, right, interpreted(case, root) if case.reference else right)}
+            return {"facts": compare(case, right, interpret(case, root) if case.reference else right)}
         enter("execute")
         given = arguments_of(case)
         names = [name for name in str(request["facts"]["arguments"]).split(",") if name]
