@@ -82,7 +82,7 @@ def mend_bf16() -> None:
         """Return an operation that computes on bfloat16 in float32; the result of a comparison is no number."""
 
         def operation(self: Any, *operands: Any) -> Any:
-            if getattr(operands[0], "dtype", tl.float32).scalar != tl.bfloat16:
+            if operands[0].data.dtype != np.uint16 or operands[0].dtype.scalar != tl.bfloat16:
                 return compute(self, *operands)
             made = compute(self, *(widened(one) if hasattr(one, "data") else one for one in operands))
             return made if made.data.dtype == bool else cast_impl(self, made, tl.bfloat16)

@@ -300,8 +300,9 @@ def numbers_of(
     done = worker.request("portattn.testing.kernel_cases:check", seconds, **fields)
     if done.outcome != "ok":
         reason = f"{done.outcome}: {done.kind}: {done.message.strip().splitlines()[0] if done.message else ''}"[:500]
-        # An exception of the interpreter or of an executor is no finding about the code.
-        return Numerics(outcome="not_run" if done.outcome == "error" else done.outcome, where=where, reason=reason)
+        # An exception of the interpreter or of an executor is no finding about the code, nor is a slow interpreter.
+        nothing = done.outcome == "error" or (done.outcome == "hang" and reply is None)
+        return Numerics(outcome="not_run" if nothing else done.outcome, where=where, reason=reason)
     seen = done.facts
     if missing := str(seen.get("missing", "")):
         return Numerics(outcome="not_run", where=where, reason=missing)

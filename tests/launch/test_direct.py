@@ -139,27 +139,30 @@ def test_calls_are_right(release, tmp_path):
     assert len(found["distances"]) == 12
 
 
-# Triton before 3.8 negates by a difference; from 3.8 on by an operation of its own, which negates bit patterns.
+# Triton computes with the bit patterns; from 3.8 on it also negates them, by an operation of its own.
 NEGATES = """
 import numpy as np, triton.language as tl
 from triton.runtime import interpreter
 from portattn.launch.run import mend_bf16
-builder = interpreter.InterpreterBuilder
-builder.create_fneg = lambda self, arg: interpreter.TensorHandle(np.negative(arg.data), arg.dtype.scalar)
+interpreter.InterpreterBuilder.create_fneg = lambda self, arg: self.unary_op(arg, np.negative)
 mend_bf16()
+builder = interpreter.interpreter_builder
 numbers = np.array([1.5, -0.25, 0.0, np.inf, np.nan], dtype=np.float32)
 halves = interpreter.TensorHandle((numbers.view(np.uint32) >> 16).astype(np.uint16), tl.bfloat16)
-found = builder.create_fneg(None, halves)
-wide = (found.data.astype(np.uint32) << 16).view(np.float32)
-np.testing.assert_array_equal(wide, -numbers)
-assert np.signbit(wide[2]) and found.dtype == tl.bfloat16
-np.testing.assert_array_equal(builder.create_fneg(None, interpreter.TensorHandle(numbers, tl.float32)).data, -numbers)
+found = builder.create_fneg(halves)
+wide = lambda handle: (handle.data.astype(np.uint32) << 16).view(np.float32)
+np.testing.assert_array_equal(wide(found), -numbers)
+assert np.signbit(wide(found)[2]) and found.dtype == tl.bfloat16
+np.testing.assert_array_equal(builder.create_fneg(interpreter.TensorHandle(numbers, tl.float32)).data, -numbers)
+np.testing.assert_array_equal(wide(builder.create_fadd(halves, halves)), 2 * numbers)
+np.testing.assert_array_equal(wide(builder.create_fma(halves, halves, halves))[:2], [3.75, -0.1875])
+assert builder.create_fcmpOLT(found, halves).data.tolist() == [True, False, False, True, False]
 print("right")
 """
 
 
 @pytest.mark.interpreter
-def test_bfloat16_is_negated_as_triton_3_8_asks_for_it():
+def test_bfloat16_is_computed_in_float32():
     ran = subprocess.run([sys.executable, "-c", NEGATES], capture_output=True, text=True, timeout=120, check=False)
     assert (ran.returncode, ran.stdout) == (0, "right\n"), ran.stderr
 

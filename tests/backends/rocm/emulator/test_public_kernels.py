@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import support
 from asmkit import ARCH_NAMES
+from planted import portattn as portattn
 
 from portattn.backends.rocm import aiter
 from portattn.tools import lab
@@ -95,6 +96,16 @@ def test_public_kernels(triton: str, owner: str, arch: str) -> None:
         else:
             assert line.get("error") is not None, line
             assert line["error"] <= most(line["name"], arch), line
+
+
+@pytest.mark.parametrize(("owner", "case", "kernels"),
+                         [("fla", "gradients", 4), ("vllm", "2d softcap", 1), ("aiter", "prefill width", 1)])  # fmt: skip
+def test_recorded_public_kernels_are_right_as_cells(owner: str, case: str, kernels: int, portattn, tmp_path) -> None:
+    file, command = str(tmp_path / "kernels.toml"), [sys.executable, PROGRAM, folder(owner), owner, "gfx942", case]
+    made = portattn("matrix", "record", "--out", file, "--json", "--", *command, exits=0).json
+    assert (len(made["kernels"]), made["left_out"]) == (kernels, {})
+    line = ("matrix", "run", "--kernels", file, "--targets", "gfx942", "--out", tmp_path / "out", "--json")
+    assert portattn(*line, exits=0).json["levels"] == {"emulated": kernels}
 
 
 def test_the_recorded_signatures_are_those_of_the_source() -> None:
