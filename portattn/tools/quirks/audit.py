@@ -324,6 +324,9 @@ def _replaced(quirk: Quirk, registry: Registry) -> Iterator[AuditFinding]:
         yield _at(quirk, ("retired", "replaced_by"), f"no quirk has the id {other!r}")
 
 
+FOREIGN = 0.7  # a glob on kernels that is less like each of portattn's names is no misspelt one
+
+
 def _never_applies(quirk: Quirk, registry: Registry) -> Iterator[AuditFinding]:
     when = quirk.when
     if when.backend is not None and when.backend not in registry.backends:
@@ -337,6 +340,8 @@ def _never_applies(quirk: Quirk, registry: Registry) -> Iterator[AuditFinding]:
         for pattern in globs:
             if not fnmatch.filter(names, pattern):
                 near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.5)
+                if key == "kernels" and not difflib.get_close_matches(pattern, names, cutoff=FOREIGN):
+                    continue  # another package's kernel
                 meant = f"; did you mean {' or '.join(near)}?" if near else ""
                 yield _at(quirk, ("when", key), f"{pattern!r} matches nothing{meant}; known: {', '.join(names)}")
     kernels = examples.kernels_of(quirk)
@@ -344,6 +349,8 @@ def _never_applies(quirk: Quirk, registry: Registry) -> Iterator[AuditFinding]:
     if wanted and kernels and not any(set(wanted) & set(kernel.choices) for kernel in kernels):
         shown = ", ".join(kernel.name for kernel in kernels)
         yield _at(quirk, ("effect", "lowering"), f"sets {', '.join(wanted)}, which {shown} do not read")
+    if when.kernels and not any(fnmatch.filter(kernel_names, pattern) for pattern in when.kernels):
+        return  # an example is a problem of portattn's
     try:
         found = examples.find(quirk, registry)
         registry.target(found.target, found.toolchain)
