@@ -98,8 +98,9 @@ def test_public_kernels(triton: str, owner: str, arch: str) -> None:
             assert line["error"] <= most(line["name"], arch), line
 
 
-@pytest.mark.parametrize(("owner", "case", "kernels"),
-                         [("fla", "gradients", 4), ("vllm", "2d softcap", 1), ("aiter", "prefill width", 1)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("owner", "case", "kernels"), [("fla", "gradients", 4), ("vllm", "2d softcap", 1), ("aiter", "prefill width", 1)]
+)
 def test_recorded_public_kernels_are_right_as_cells(owner: str, case: str, kernels: int, portattn, tmp_path) -> None:
     file, command = str(tmp_path / "kernels.toml"), [sys.executable, PROGRAM, folder(owner), owner, "gfx942", case]
     made = portattn("matrix", "record", "--out", file, "--json", "--", *command, exits=0).json
