@@ -220,7 +220,7 @@ def test_options_of_torchs_kernels() -> None:
         flex_attention(q, k, v, kernel_options={"BACKEND": "FLASH"})
     with pytest.raises(portattn.PathUnavailable, match="backend='triton'"):
         flex_attention(q, k, v, kernel_options={"BACKEND": "TRITON"})
-    with pytest.raises(ValueError, match="flex_attention: query.dtype is torch.float64"):
+    with pytest.raises(ValueError, match=r"flex_attention: query\.dtype is torch\.float64"):
         flex_attention(q.double(), q.double(), q.double())
     with pytest.raises(ValueError, match="flex_attention: value's seq is 3, but must be key's, "):
         flex_attention(q, q, q[:, :, :3])

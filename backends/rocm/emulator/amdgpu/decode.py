@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -24,12 +24,9 @@ from portattn.backends.rocm.emulator.amdgpu import (
 from portattn.backends.rocm.emulator.amdgpu.assembly import EXEC, SCC, VCC, Instruction
 from portattn.backends.rocm.emulator.amdgpu.binder import Binder, BoundInstruction, base_name, vector_plane
 from portattn.backends.rocm.emulator.amdgpu.errors import EmulationError, UnknownInstruction, UnknownOperand
+from portattn.backends.rocm.emulator.amdgpu.lds import Context
 from portattn.backends.rocm.emulator.amdgpu.register_checks import wait_limits as wait_limits
 from portattn.backends.rocm.emulator.amdgpu.state import Array, WorkGroupState
-
-if TYPE_CHECKING:
-    from portattn.backends.rocm.emulator.amdgpu.execution_context import Context
-
 
 Bind = Callable[["Context", Instruction], BoundInstruction]
 

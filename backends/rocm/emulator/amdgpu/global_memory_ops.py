@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from portattn.backends.rocm.emulator.amdgpu.assembly import M0, Instruction, Operand, operand
 from portattn.backends.rocm.emulator.amdgpu.binder import Binder, BoundInstruction, unified_registers, vector_plane
 from portattn.backends.rocm.emulator.amdgpu.errors import MissingWait, OutOfBounds, UnknownInstruction, UnknownOperand
-from portattn.backends.rocm.emulator.amdgpu.lds import flat_waves
+from portattn.backends.rocm.emulator.amdgpu.lds import Context, flat_waves
 from portattn.backends.rocm.emulator.amdgpu.lds_scratch_ops import bind_buffer_scratch, is_buffer_scratch
 from portattn.backends.rocm.emulator.amdgpu.memory import (
     ATOMICS,
@@ -31,9 +30,6 @@ from portattn.backends.rocm.emulator.amdgpu.memory import (
 )
 from portattn.backends.rocm.emulator.amdgpu.scalar import reader
 from portattn.backends.rocm.emulator.amdgpu.state import Array
-
-if TYPE_CHECKING:
-    from portattn.backends.rocm.emulator.amdgpu.execution_context import Context
 
 _NAME = re.compile(r"(buffer|global|flat)_(load|store|atomic)_(\w+)")
 # Caches and ordering: nothing to model, values never depend on them here.

@@ -1,13 +1,16 @@
-"""The LDS of a work-group: its bytes, undefined ones, and accesses since the last barrier."""
+"""The LDS of a work-group: bytes, undefined ones, accesses since a barrier; the machine as instructions see it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
+from portattn.backends.rocm.emulator.amdgpu.assembly import Assembly
 from portattn.backends.rocm.emulator.amdgpu.errors import (
+    Checks,
+    Finding,
     Findings,
     GlobalRace,
     LdsOutOfRange,
@@ -16,8 +19,8 @@ from portattn.backends.rocm.emulator.amdgpu.errors import (
     Place,
 )
 from portattn.backends.rocm.emulator.amdgpu.memory import BASE, Memory, gather, scatter
-from portattn.backends.rocm.emulator.amdgpu.register_checks import PendingAccess
-from portattn.backends.rocm.emulator.amdgpu.state import Array
+from portattn.backends.rocm.emulator.amdgpu.register_checks import Definedness, PendingAccess, Waits
+from portattn.backends.rocm.emulator.amdgpu.state import Array, Scratch, WorkGroupState
 
 
 @dataclass(eq=False)
@@ -278,3 +281,65 @@ class GroupRaces:
             if region.offset <= offset < region.offset + region.size:
                 return f"byte {offset - region.offset} of {region.name}"
         return f"the byte at {BASE + offset:#x}"
+
+
+class Context(Protocol):
+    """The machine's interface to the families of instructions, which it imports: the executing work-group.
+
+    Instructions read memory, group_races, group_bits at each run, the rest at binding."""
+
+    program: Assembly
+    checks: Checks
+    state: WorkGroupState
+    lds: Lds
+    scratch: Scratch
+    has_scratch_descriptor: bool
+    defined: Definedness | None
+    waits: Waits | None
+    memory: Memory
+    group_races: GroupRaces | None
+    group_bits: int
+
+    def report(self, kind: type[Finding], problem: str) -> None:
+        """Raise or collect a finding of the current instruction, as the checks say."""
+        ...
+
+    def issue(
+        self,
+        kind: str,
+        registers: tuple[int, ...],
+        *,
+        unordered: bool = False,
+        writes_lds: bool = False,
+        half: int | None = None,
+    ) -> PendingAccess | None:
+        """Record an access: its registers (or one half of its register) must not be touched before a wait."""
+        ...
+
+    def issue_store(self, offsets: Array, size: int, mask: Array | None) -> None:
+        """Record a store to global memory, of `size` bytes at each offset; `mask`: lanes, if all of them stored."""
+        ...
+
+    def ordered(self, offsets: Array, size: int) -> None:
+        """Check a load's bytes before it reads them."""
+        ...
+
+    def undefined(self, registers: tuple[int, ...], mask: Array | None) -> Array | None:
+        """Return which bytes of the registers are undefined, [n, bytes] of the given lanes; None if all are defined."""
+        ...
+
+    def undefined_store(self, registers: tuple[int, ...]) -> None:
+        """Report a store of undefined registers."""
+        ...
+
+    def mark(self, registers: tuple[int, ...], mask: Array | None, undefined: Array) -> None:
+        """Mark loaded registers as undefined: [n, bytes] bool of the given lanes."""
+        ...
+
+    def split(self, taken: Array, target: int) -> None:
+        """Part the group's waves at a branch: those in `taken` [waves] bool go on at `target`."""
+        ...
+
+    def signal(self) -> None:
+        """Signal the work-group's barrier for the group's waves."""
+        ...

@@ -8,14 +8,13 @@ Source: AMD "Instinct MI300" ISA reference, "Local data share", "Scratch"; "CDNA
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from portattn.backends.rocm.emulator.amdgpu.assembly import Instruction, Operand
 from portattn.backends.rocm.emulator.amdgpu.binder import Binder, BoundInstruction, unified_registers, vector_plane
 from portattn.backends.rocm.emulator.amdgpu.errors import OutOfBounds, UnknownInstruction, UnknownOperand
-from portattn.backends.rocm.emulator.amdgpu.lds import flat_waves
+from portattn.backends.rocm.emulator.amdgpu.lds import Context, flat_waves
 from portattn.backends.rocm.emulator.amdgpu.memory import (
     ATOMICS,
     COMPARE_AND_SWAP,
@@ -26,9 +25,6 @@ from portattn.backends.rocm.emulator.amdgpu.memory import (
     put,
 )
 from portattn.backends.rocm.emulator.amdgpu.state import SCRATCH_MAGIC, Array
-
-if TYPE_CHECKING:
-    from portattn.backends.rocm.emulator.amdgpu.execution_context import Context
 
 _ONE = re.compile(r"ds_(read|load|write|store)_((?:[ui](?:8|16)|b(?:8|16|32|64|96|128))(?:_d16|_d16_hi)?)")
 _TWO = re.compile(r"ds_(read|load|write|store)_?2(?:addr)?(st64|_stride64)?_(b32|b64)")
