@@ -183,12 +183,13 @@ def _result(
     good_inside = _inside_of(among("good"), first, last)
     # A toolchain that fails otherwise has not shown the bug: the range stops short of it, as of a good one.
     clear = among("good", "other")
-    parts = [*_bounds(first, last, *_beside(clear, first, last))]
-    parts += [f"!={_version(t)}" for t in _inside_of(clear, first, last)]
     releases_of = {*toolchains, *(f"{compiler}=={version}" for version in compilers.released_versions(compiler))}
-    between = _inside_of(sorted(releases_of, key=_version), before or first, after or last)
     known = {_version(toolchain) for toolchain in (*told, *otherwise)}
-    untested = tuple(toolchain for toolchain in between if _version(toolchain) not in known)
+    untried = sorted((t for t in releases_of if _version(t) not in known and not _before_supported(t)), key=_version)
+    # Neither has a release beside the ends that was not tried: the range is open only where no release is left.
+    parts = [*_bounds(first, last, *_beside(sorted((*clear, *untried), key=_version), first, last))]
+    parts += [f"!={_version(t)}" for t in _inside_of(clear, first, last)]
+    untested = tuple(_inside_of(untried, before or first, after or last))
     said = (
         (good_inside, "not monotone: it is gone in {} and back after"),
         (contradicts, "contradicts the entry's file, which has failures on {}: they stay in the range"),

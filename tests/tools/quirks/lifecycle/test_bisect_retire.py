@@ -194,6 +194,19 @@ def test_a_release_that_a_report_names_counts(tmp_path) -> None:
     assert (made.first_bad, made.last_bad, made.range) == ("triton==3.5.0", "triton==3.5.0", ">=3.5.0,<3.5.1")
 
 
+@pytest.mark.parametrize(
+    ("tried", "missing", "range_"),
+    [
+        ("3.5.1 3.6.0", "", ">=3.5.1,<3.7"), ("3.3.1 3.4.0", "", ">=3.3.1,<3.5"), ("3.8.0 3.9.0", "", ">=3.8.0"),
+        ("3.2.0 3.7.1", "", "<3.8"), (ALL, "3.2.0 3.8.0 3.9.0", ">=3.3.1,<3.8"),
+    ],
+)  # fmt: skip
+def test_the_range_goes_no_further_than_the_releases_that_were_tried(tmp_path, tried, missing, range_) -> None:
+    toolchains = [f"triton=={version}" for version in tried.split()]
+    made = bisect_retire.bisect(planted(tmp_path, "==3.6.0"), toolchains, Probe(ALL, missing=missing), every=True)
+    assert made.range == range_
+
+
 def test_candidates() -> None:
     assert bisect_retire.candidates("triton", reversed(lab.toolchains())) == list(RELEASES)
     assert bisect_retire.candidates("triton", lab.toolchains(), ("triton==3.4.0", "3.6.0")) == [
