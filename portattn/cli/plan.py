@@ -18,6 +18,7 @@ from portattn.tools.problem_options import CausalCommand, problem_from, problem_
 
 if TYPE_CHECKING:
     from portattn.schema.plan import Plan
+    from portattn.schema.problem import Problem
     from portattn.schema.target import Target
     from portattn.testing.bound import LowerBound
 
@@ -39,13 +40,16 @@ BOUND_SECONDS = 240.0  # that the compiler of a bound may take
     ("--backend", {"type": param_types.PLANNED_PATH, "metavar": "PATH"},
      "A path that must be taken; `auto` takes the best one."),
     ("--quirks", {"type": param_types.OVERRIDES, "metavar": "+ID,-ID"}, "Apply (+) or switch off (-) quirks."),
+    ("--start", {"multiple": True, "metavar": "NAME=VALUE,…"},
+     "Launch values, compiler options and choices of lowering that replace the arch's tuning, as in a quirk's probe."),
     ("--bound bounded", FLAG, "Compile the portable core, and say the least time that its code can take on the chip."),
     ("--legend explained", FLAG, "Say what the names in a schedule mean."),
 )  # fmt: skip
 @output.json_option
 def plan(
     op: str, target: str | None, toolchain: str | None, backend: str | None, quirks: str | None, grad: bool,
-    dropout: bool, deterministic: bool, bounded: bool, explained: bool, as_json: bool, **described: Any,
+    dropout: bool, deterministic: bool, bounded: bool, explained: bool, as_json: bool, start: tuple[str, ...],
+    **described: Any,
 ) -> None:  # fmt: skip
     """Plan OP on a target: its path, lowering and quirks, and why no other path.
 
@@ -80,7 +84,8 @@ def plan(
     settings = msgspec.structs.replace(current(), **changes)
     named = target is not None or toolchain is not None
     records = NO_RECORDS if named else store(settings)
-    made = [plan_problem(problem, where, records=records, settings=settings) for where in places]
+    known = [_started(start, problem, where) for where in places]
+    made = [plan_problem(problem, *one, records, settings) for one in zip(places, known, strict=True)]
     bounds = [_bound(one, where) for one, where in zip(made, places, strict=True)] if bounded else []
     if as_json:
         shown = [msgspec.to_builtins(one) for one in made]
@@ -93,6 +98,16 @@ def plan(
         lines = display_text.of_plans(made)
         for line in lines if explained or not lines else ["--legend says what the names in a schedule mean"]:
             click.echo(f"  {line}")
+
+
+def _started(start: tuple[str, ...], problem: Problem, where: Target) -> Registry:
+    if not start:
+        return Registry.load()
+    from portattn.tools.quirks import probe_plans
+
+    values = probe_plans.start_values("plan", start, problem.op, where.backend)
+    stated = probe_plans.PlanProbe(problem=problem, target=where.name, start=values)
+    return probe_plans.with_start_values(Registry.load(), stated, where)
 
 
 def _bound(made: Plan, where: Target) -> LowerBound:

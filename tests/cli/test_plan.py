@@ -209,6 +209,16 @@ def test_a_quirk_can_be_switched_off(portattn):
         assert f"plan: --quirks is {given!r}, but must be +ID,-ID of known quirks (" in unknown.err
 
 
+def test_a_plan_may_start_from_other_values_than_the_tuning_s(portattn):
+    line = ("plan", "attention", "--target", "rdna4", "--toolchain", "triton==3.8.0", *SHAPES)
+    made = portattn(*line, "--start", "num_warps=2,block_n=16", "--start", "exp=exp", "--json").json
+    assert len(made) == 2  # both chips of the family
+    assert all((one["launch"]["num_warps"], one["launch"]["block_n"]) == (2, 16) for one in made)
+    assert all(one["lowering"]["exp"] == "exp" for one in made)
+    for start, told in (("block_z=1", "must be NAME=VALUE, with one of block_m"), ("block_m=63", "power of two")):
+        assert told in portattn(*line, "--start", start, exits=2).err
+
+
 SMALL = ("--q", "1,2,16,64", "--kv", "1,2,16,64", "--dtype", "fp16")
 
 

@@ -5,7 +5,7 @@ problem as `portattn plan` does; `--start NAME=VALUE` replaces the arch's tuning
 
 import fnmatch
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import click
@@ -68,25 +68,31 @@ def parse(text: str) -> PlanProbe:
     op, target, start = given.pop("op"), given.pop("target"), given.pop("start")
     if op not in OPS:
         raise ArgumentError("probe", "OP", op, f"must be one of {', '.join(OPS)}")
-    values = dict(_start(part.strip()) for text in start for part in text.split(","))
-    try:
-        launch = {name: value for name, value in values.items() if name not in CHOICES}
-        check_launch_values(launch, target.partition(":")[0], rows=bool(CORES[op].of_rows))
-    except ValueError as error:
-        raise ArgumentError("probe", "--start", ", ".join(start), str(error)) from None
+    values = start_values("probe", start, op, target.partition(":")[0])
     return PlanProbe(problem=problem_from(op, **given), target=target, start=values)
 
 
-def _start(text: str) -> tuple[str, bool | int | str]:
+def start_values(command: str, start: Sequence[str], op: str, backend: str) -> dict[str, bool | int | str]:
+    """Return launch values, options and choices by name from texts NAME=VALUE,…; raise ArgumentError on a bad one."""
+    values = dict(_start(command, part.strip()) for text in start for part in text.split(","))
+    try:
+        launch = {name: value for name, value in values.items() if name not in CHOICES}
+        check_launch_values(launch, backend, rows=bool(CORES[op].of_rows))
+    except ValueError as error:
+        raise ArgumentError(command, "--start", ", ".join(start), str(error)) from None
+    return values
+
+
+def _start(command: str, text: str) -> tuple[str, bool | int | str]:
     name, equals, value = text.partition("=")
     kind = int if name in LAUNCH_FIELDS else options().get(name)
     known = [*LAUNCH_FIELDS, *options(), *CHOICES]
     if not equals or name not in known:
-        raise ArgumentError("probe", "--start", text, f"must be NAME=VALUE, with one of {', '.join(known)}")
+        raise ArgumentError(command, "--start", text, f"must be NAME=VALUE, with one of {', '.join(known)}")
     if name in CHOICES and value not in CHOICES[name]:
-        raise ArgumentError("probe", "--start", text, f"must be one of {', '.join(CHOICES[name])}")
+        raise ArgumentError(command, "--start", text, f"must be one of {', '.join(CHOICES[name])}")
     if (kind is int and not value.isdigit()) or (kind is bool and value not in ("true", "false")):
-        raise ArgumentError("probe", "--start", text, f"must be {'a whole number' if kind is int else 'true or false'}")
+        raise ArgumentError(command, "--start", text, f"must be {'a whole number' if kind is int else 'true or false'}")
     return name, int(value) if kind is int else value == "true" if kind is bool else value
 
 
