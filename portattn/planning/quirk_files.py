@@ -96,7 +96,7 @@ COMPILE_ENV = frozenset(
 ANY = "any"  # stands for the backend in the id of a quirk that concerns every backend
 
 _ID = re.compile(r"^([a-z][a-z0-9_]*)-\d{4}(-[a-z0-9]+)+$")
-PROGRAM = re.compile(r"^probes/\w+\.py$")
+PROGRAM = re.compile(r"^(probes/\w+\.py)(?::(\w+))?$")  # file, and its function if it is not `probe`
 
 _Problems = list[tuple[tuple[str, ...], str]]  # (key path, problem) pairs
 
@@ -256,11 +256,11 @@ def _probe_problems(quirk: Quirk, path: Path) -> _Problems:
         found.append((("evidence", "probe"), 'a missing probe needs its reason: "none: <reason>"'))
     elif kind == "plan" and colon and not rest.strip():
         found.append((("evidence", "probe"), 'a planned probe needs its problem: "plan: <op> --target …"'))
-    elif PROGRAM.match(probe):
-        if not (path.parent.parent / probe).is_file():
-            found.append((("evidence", "probe"), f"{path.parent.parent / probe} does not exist"))
+    elif program := PROGRAM.match(probe):
+        if not (path.parent.parent / program[1]).is_file():
+            found.append((("evidence", "probe"), f"{path.parent.parent / program[1]} does not exist"))
     elif probe.strip() and not (colon and kind in ("none", "plan")):
-        wanted = '"probes/<name>.py", "plan: <op> --target …" or "none: <reason>"'
+        wanted = '"probes/<name>.py", "probes/<name>.py:<function>", "plan: <op> --target …" or "none: <reason>"'
         found.append((("evidence", "probe"), f"{probe!r} is not {wanted}"))
     if needs:
         backend, colon, arch = needs.partition(":")

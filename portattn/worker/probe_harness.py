@@ -119,8 +119,17 @@ class Bench:
         return Code(texts, facts, dict(types))
 
     def compile_file(self, path: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> Code:
-        """Compile a file with a stage's text (`.ttir`) by Triton itself; on an adapter's target without facts."""
-        compiled = self._compilers.build_file(os.fspath(path), self.target, dict(options or {}), self._enter)
+        """Compile a file with a stage's text (`.ttir`) by Triton itself; on an adapter's target without facts.
+
+        Raises Missing where this Triton cannot parse the text."""
+        try:
+            compiled = self._compilers.build_file(os.fspath(path), self.target, dict(options or {}), self._enter)
+        except RuntimeError as error:
+            if str(error) != "Parse MLIR file failed.":
+                raise
+            # A text holds for the Triton that wrote it: operations and their syntax change from release to release.
+            version = self._compilers.triton.__version__
+            raise Missing(f"Triton {version} cannot read {os.path.basename(path)}, which another one wrote") from error
         facts = {} if self.adapter else self._compilers.read(compiled, self.target[1], full=True)
         return Code({name: text for name, text in compiled.asm.items() if isinstance(text, str)}, facts)
 
@@ -205,7 +214,7 @@ def answer(request: Mapping[str, Any], enter: Callable[[str], None]) -> dict[str
     bench = Bench(request["name"], place, enter, passes, executor, adapter, path)
     enter("probe")
     try:
-        program.probe(request["arm"], bench)
+        getattr(program, request.get("function") or "probe")(request["arm"], bench)
     except BugFound as seen:
         text, trace = str(seen), traceback.format_exc()
         answer = {"ok": False, "stage": "probe", "kind": BugFound.__name__, "message": text, "log": trace}
@@ -245,6 +254,7 @@ def main(probe: Callable[[str, Bench], None], target: str, about: str | None = N
     """Run a program by hand: `python quirks/probes/cuda_0007.py off --target cuda:sm_100`. A failed arm exits 1."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("arm", choices=ARMS)
+    parser.add_argument("--function", default=probe.__name__, help="another probe of the file; %(default)s by default")
     parser.add_argument("--target", default=target, help=f"{target} by default")
     parser.add_argument("--passes", default="", help="`old`: the list of triton-adapter-opt's passes before 3.2.0")
     parser.add_argument("--executor", default="", help="a Python with portattn, for probes that execute lowered code")
@@ -256,7 +266,7 @@ def main(probe: Callable[[str, Bench], None], target: str, about: str | None = N
     bench = Bench(chosen.target, place, passes=chosen.passes, executor=chosen.executor, adapter=adapter)
     version = bench._compilers.triton.__version__
     try:
-        probe(chosen.arm, bench)
+        getattr(sys.modules["__main__"], chosen.function)(chosen.arm, bench)
     except BugFound as seen:
         sys.exit(f"FAIL {chosen.arm} on {chosen.target}, Triton {version}: {seen}")
     except Missing as missing:

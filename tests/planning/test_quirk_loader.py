@@ -100,11 +100,11 @@ def test_open_range_needs_last_seen_too(tmp_path: Path) -> None:
 
 
 def test_probes_and_tombstones(tmp_path: Path) -> None:
-    """The three forms of a probe; a tombstone needs no review date, and is kept apart by the registry."""
+    """The forms of a probe; a tombstone needs no review date, and is kept apart by the registry."""
     (tmp_path / "probes").mkdir()
     (tmp_path / "probes" / "x.py").write_text("")
     (tmp_path / "rocm").mkdir()
-    for probe in ("probes/x.py", "plan: attention --target rocm:gfx942", "none: for a reason"):
+    for probe in ("probes/x.py", "probes/x.py:second", "plan: attention --target rocm:gfx942", "none: for a reason"):
         path = write(tmp_path / "rocm", GOOD.replace("none: planted by a test", probe))
         assert load_quirk(path, BACKENDS).evidence.probe == probe
     tombstone = (

@@ -38,19 +38,15 @@ from portattn.worker import client
 from portattn.worker.client import Worker
 
 
-def program_of(quirk: Quirk) -> Path:
-    """Return the file of the quirk's probe, beside the folder of its entry."""
-    return Path(quirk.file).parent.parent / quirk.evidence.probe
-
-
 def run_program(
     quirk: Quirk, arm: ArmName, target: Target, registry: Registry, worker: Worker, seconds: float, passes: str = ""
 ) -> Arm:
     """Run one arm; the outcome of the compiler or the program becomes the Arm."""
     backend = registry.backends[target.backend]
+    file, _, function = quirk.evidence.probe.partition(":")  # the file lies beside the folder of its entry
     reply = worker.request(
-        "probe", seconds, program=str(program_of(quirk).resolve()), arm=arm, name=target.name,
-        target=list(backend.triton_target(target.arch)), passes=passes, executor=sys.executable,
+        "probe", seconds, program=str((Path(quirk.file).parent.parent / file).resolve()), function=function, arm=arm,
+        name=target.name, target=list(backend.triton_target(target.arch)), passes=passes, executor=sys.executable,
         path=os.pathsep.join(place for place in sys.path if place), adapter=backend.compile_adapter(),
     )  # fmt: skip
     return arm_of_reply(reply, quirk)

@@ -42,7 +42,7 @@ BOOM, OTHER = "RuntimeError:boom went the pass", "RuntimeError:something else"
 
 def plant(
     folder: Path, symptom: str = "compile-error", range_: str = ">=3.2", effect: str = "launch = { num_stages = 1 }",
-    signature: str = "boom", more: str = "", program: str = "",
+    signature: str = "boom", more: str = "", program: str = "", probe: str = "probes/planted.py",
 ) -> Quirk:  # fmt: skip
     (folder / "probes").mkdir(parents=True, exist_ok=True)
     (folder / "probes" / "planted.py").write_text(program)
@@ -50,7 +50,7 @@ def plant(
     path.parent.mkdir(exist_ok=True)
     quotes = '["boom went the pass"]' if signature else "[]"
     text = QUIRK.format(id=ID, symptom=symptom, range=range_, effect=effect, signature=signature, quotes=quotes)
-    path.write_text(text + more, encoding="utf-8")
+    path.write_text(text.replace("probes/planted.py", probe) + more, encoding="utf-8")
     return load_quirk(path)
 
 

@@ -61,10 +61,21 @@ def test_a_drafted_text_is_probed(tmp_path: Path) -> None:
 
 
 @pytest.mark.compiles
+def test_a_text_of_another_triton_is_unverified_and_not_changed(tmp_path: Path) -> None:
+    quirk = plant(tmp_path, signature="boom")
+    (tmp_path / "probes" / "broken.ttir").write_text(EMPTY.replace("tt.return", "tt.of_another_release\n    tt.return"))
+    compiled = 'bench.compile_file(text, {"num_warps": 4})\n'
+    (tmp_path / "probes" / "planted.py").write_text(DIRECT[: DIRECT.index("triton.compile(")] + compiled)
+    result = probe.run(quirk, COMPILER)
+    assert result.verdict == "unverified"
+    assert result.reason.startswith("Triton 3.6.0 cannot read broken.ttir, which another one wrote; ")
+
+
+@pytest.mark.compiles
 def test_a_program_that_compiles_past_the_bench_is_not_told_as_the_control_arm(tmp_path: Path) -> None:
-    quirk = plant(tmp_path, signature="expected ")
+    quirk = plant(tmp_path, signature="expected ", probe="probes/planted.py:second")
     (tmp_path / "probes" / "broken.ttir").write_text("module { tt.func }\n")
     (tmp_path / "probes" / "empty.ttir").write_text(EMPTY)
-    (tmp_path / "probes" / "planted.py").write_text(DIRECT)
+    (tmp_path / "probes" / "planted.py").write_text(DIRECT.replace("def probe(", "def second("))
     result = probe.run(quirk, COMPILER)
     assert (result.verdict, result.control.word) == ("confirmed", "pass"), result.reason
