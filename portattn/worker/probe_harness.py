@@ -39,7 +39,7 @@ class Missing(Exception):
 
 @dataclass
 class Code:
-    """A compiled kernel: its texts by stage (ttir, ttgir, ptx or amdgcn; linalg), facts as worker/compilers.py, and the
+    """A compiled kernel: its texts by stage (ttir, ttgir, ptx and sass or amdgcn; linalg), facts as worker/compilers.py, and the
     types of its run-time arguments."""
 
     texts: dict[str, str]
@@ -116,6 +116,8 @@ class Bench:
             compiled = self._compilers.build(kernel, signature, self.target, self._enter)
             facts = self._compilers.read(compiled, self.target[1], full=True)
         texts = {name: text for name, text in compiled.asm.items() if isinstance(text, str)}
+        if "cubin" in compiled.asm:
+            texts["sass"] = self._compilers.machine_text(compiled)
         return Code(texts, facts, dict(types))
 
     def compile_file(self, path: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> Code:

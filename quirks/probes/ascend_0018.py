@@ -1,6 +1,9 @@
 """triton-ascend lowers the high half of a 32-bit product (tl.umulhi) to another number; tl.philox is made of it.
 
 Expected: tl.umulhi(a, b) is a·b >> 32. `on` computes it from four products of 16-bit halves.
+
+counted_mask: it adds truth values in one bit, as Triton 3.2 does (any_0006.py). Expected: tl.sum(mask) is a number of
+elements. `control` and `on` convert the mask first.
 """
 
 import random
@@ -46,6 +49,25 @@ def probe(arm: str, bench: Bench) -> None:
     wrong = [(a % 2**32, b) for a, b in zip(seen, wanted, strict=True) if a % 2**32 != b]
     if wrong:
         raise BugFound(f"{len(wrong)} of {COUNT} wrong: {wrong[0][0]:#x}, and not {wrong[0][1]:#x}")
+
+
+@triton.jit
+def count(values, out, N: tl.constexpr, WIDE: tl.constexpr):
+    chosen = tl.load(values + tl.arange(0, N)) > 0
+    if WIDE:  # noqa: SIM108 - a jit function is read as it is written
+        number = tl.sum(chosen.to(tl.int32), 0)
+    else:
+        number = tl.sum(chosen, 0).to(tl.int32)
+    tl.store(out + tl.arange(0, N), tl.full([N], 0, tl.int32) + number)
+
+
+def counted_mask(arm: str, bench: Bench) -> None:
+    code = bench.compile(count, {"values": "*i32", "out": "*i32"}, {"N": COUNT, "WIDE": arm != "off"})
+    values = [place % 3 for place in range(COUNT)]
+    seen = bench.execute(code, {"values": ("i32", values), "out": ("i32", [7] * COUNT)}, ["out"])["out"]
+    wanted = sum(value > 0 for value in values)
+    if seen != [wanted] * COUNT:
+        raise BugFound(f"counted {seen[0]}, and not {wanted}")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,10 @@ on a chip. Triton's test: https://github.com/triton-lang/triton/pull/11793
 
 Expected: exact counts, starts and places in a model of the chip, with one wave and with four. `on` takes the guard off
 the loop by `tl.assume(tokens > 0)`; `control` is the loop unrolled, with masks.
+
+other_value: an asynchronous copy of a masked tile into LDS leaves masked elements unwritten, with Triton 3.6 and 3.7 on
+gfx950 where TRITON_HIP_USE_ASYNC_COPY=1. Expected: exact products of tiles with `other`. `control` and `on` copy through
+registers. https://github.com/triton-lang/triton/pull/11256
 """
 
 import random
@@ -104,6 +108,32 @@ def probe(arm: str, bench: Bench) -> None:
         if wrong:
             told = f"the counts are {seen['counts']}, and not {wanted['counts']}"
             raise BugFound(f"{waves} waves: {', '.join(wrong)} wrong; {told}")
+
+
+@triton.jit
+def product(x, y, out, rows, turns, N: tl.constexpr):
+    i, j = tl.arange(0, N)[:, None], tl.arange(0, N)[None, :]
+    left = tl.load(x + i * N + j)
+    total = tl.zeros((N, N), tl.float32)
+    for turn in tl.range(0, turns, num_stages=2):
+        row = turn * N + i
+        total = tl.dot(left, tl.load(y + row * N + j, mask=row < rows, other=1.0), total)
+    tl.store(out + i * N + j, total)
+
+
+def other_value(arm: str, bench: Bench) -> None:
+    n, turns, rows = 32, 2, 40
+    x, y = [float(3 * i % 4) for i in range(n * n)], [float(5 * i % 3) for i in range(turns * n * n)]
+    types = {"x": "*bf16", "y": "*bf16", "out": "*fp32", "rows": "i32", "turns": "i32"}
+    env = {"TRITON_HIP_USE_ASYNC_COPY": "1" if arm == "off" else "0"}
+    code = bench.compile(product, types, {"N": n}, options={"num_warps": 1, "num_stages": 2}, env=env)
+    tensors = {"x": ("bf16", x), "y": ("bf16", y), "out": ("fp32", [BLANK] * (n * n))}
+    seen = bench.execute(code, tensors | {"rows": rows, "turns": turns}, ["out"])["out"]
+    read = [value if place < rows * n else 1.0 for place, value in enumerate(y)]
+    column = [[sum(read[(turn * n + k) * n + j] for turn in range(turns)) for k in range(n)] for j in range(n)]
+    wanted = [sum(x[i * n + k] * column[j][k] for k in range(n)) for i in range(n) for j in range(n)]
+    if seen != wanted:
+        raise BugFound(f"a product is {seen[0]}, and not {wanted[0]}")
 
 
 if __name__ == "__main__":
