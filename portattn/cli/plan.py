@@ -84,8 +84,7 @@ def plan(
     settings = msgspec.structs.replace(current(), **changes)
     named = target is not None or toolchain is not None
     records = NO_RECORDS if named else store(settings)
-    known = [_started(start, problem, where) for where in places]
-    made = [plan_problem(problem, *one, records, settings) for one in zip(places, known, strict=True)]
+    made = [plan_problem(problem, where, _started(start, problem, where), records, settings) for where in places]
     bounds = [_bound(one, where) for one, where in zip(made, places, strict=True)] if bounded else []
     if as_json:
         shown = [msgspec.to_builtins(one) for one in made]

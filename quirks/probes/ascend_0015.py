@@ -38,7 +38,7 @@ def probe(arm: str, bench: Bench) -> None:
 
 
 @triton.jit
-def narrowed(tokens, out, count, turns, N: tl.constexpr, CARRIED: tl.constexpr):
+def narrow_mask(tokens, out, count, turns, N: tl.constexpr, CARRIED: tl.constexpr):
     place = tl.arange(0, N)
     total = tl.zeros((N,), tl.int32)
     mask = place < count
@@ -50,11 +50,11 @@ def narrowed(tokens, out, count, turns, N: tl.constexpr, CARRIED: tl.constexpr):
 
 def carried_mask(arm: str, bench: Bench) -> None:
     types = {"tokens": "*i32", "out": "*i32", "count": "i32", "turns": "i32"}
-    bench.compile(narrowed, types, {"N": 16, "CARRIED": arm == "off"})
+    bench.compile(narrow_mask, types, {"N": 16, "CARRIED": arm == "off"})
 
 
 @triton.jit
-def chosen(tokens, table, out, count, N: tl.constexpr, POINTER: tl.constexpr):
+def select_pointer(tokens, table, out, count, N: tl.constexpr, POINTER: tl.constexpr):
     place = tl.arange(0, N)
     if POINTER:
         source = tokens
@@ -70,7 +70,7 @@ def chosen(tokens, table, out, count, N: tl.constexpr, POINTER: tl.constexpr):
 
 def chosen_pointer(arm: str, bench: Bench) -> None:
     types = {"tokens": "*i32", "table": "*i32", "out": "*i32", "count": "i32"}
-    bench.compile(chosen, types, {"N": 16, "POINTER": arm == "off"})
+    bench.compile(select_pointer, types, {"N": 16, "POINTER": arm == "off"})
 
 
 if __name__ == "__main__":

@@ -94,8 +94,7 @@ def bisect(
             at = toolchains.index(bad)
             for side in (list(reversed(toolchains[:at])), list(toolchains[at + 1 :])):
                 _search(side, test, lambda toolchain: _inside(quirk, toolchain))
-    runs = _runs(toolchains, seen)
-    if runs > 1:
+    if _runs(toolchains, seen) > 1:
         for toolchain in toolchains:
             test(toolchain)
     return _result(quirk, toolchains, seen, recorded_failures(quirk, target))
@@ -120,8 +119,7 @@ def _likely(quirk: Quirk, toolchains: Sequence[str]) -> list[str]:
 
 
 def _inside(quirk: Quirk, toolchain: str) -> bool:
-    text = quirk.when.toolchain.get(compiler_of(quirk), "")
-    return in_range(toolchain.partition("==")[2], text)
+    return in_range(toolchain.partition("==")[2], quirk.when.toolchain.get(compiler_of(quirk), ""))
 
 
 def _search(side: list[str], test: Callable[[str], Outcome], inside: Callable[[str], bool]) -> None:

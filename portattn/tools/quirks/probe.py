@@ -75,7 +75,7 @@ def run(
     begun = time.monotonic()
     where = place(quirk, toolchain, target, registry)
     in_range = probed_range(quirk, where)
-    common = {"quirk": quirk.id, "toolchain": _name(where), "target": where.name, "in_range": in_range}
+    common = {"quirk": quirk.id, "toolchain": str(where.toolchain), "target": where.name, "in_range": in_range}
     arms: dict[ArmName, Arm] = {"control": NOT_RUN, "off": NOT_RUN, "on": NOT_RUN}
     missing = cannot(quirk, where, worker)
     if not missing:
@@ -88,8 +88,9 @@ def run(
                     break
         missing = _without_a_word(quirk, arms)
     if missing:
-        dates = [seen.date for seen in quirk.verified if (seen.toolchain, seen.target) == (_name(where), where.name)]
-        since = f"last verified here on {max(dates)}" if dates else f"never verified on {_name(where)}"
+        here = (common["toolchain"], where.name)
+        dates = [seen.date for seen in quirk.verified if (seen.toolchain, seen.target) == here]
+        since = f"last verified here on {max(dates)}" if dates else f"never verified on {where.toolchain}"
         reason = f"{missing}; {since}"
         return ProbeResult(**common, verdict="unverified", reason=reason, date=datetime.date.today())  # type: ignore[arg-type]
     verdict = probe_outcome(in_range, *(arms[name].word for name in ("control", "off", "on")))
@@ -99,7 +100,7 @@ def run(
         **arms,  # type: ignore[arg-type]
         verdict=verdict,
         reason=saw(quirk, arms[told]),  # type: ignore[index]
-        stand_in=STAND_INS[_name(where)][0] if _stands(quirk, where) else "",
+        stand_in=STAND_INS[str(where.toolchain)][0] if _stands(quirk, where) else "",
         diff=range_diff(quirk, where, verdict, affected_versions(quirk)),
         seconds=round(time.monotonic() - begun, 3),
         date=datetime.date.today(),
@@ -146,7 +147,7 @@ def place(quirk: Quirk, toolchain: str | None, target: str | None, registry: Reg
 
 def cannot(quirk: Quirk, where: Target, worker: Worker | None = None) -> str:
     """Return why a quirk's probe cannot run on this toolchain here, or ""."""
-    toolchain = _name(where)
+    toolchain = str(where.toolchain)
     if not has_probe(quirk):
         return f"no probe: {quirk.evidence.probe.partition(':')[2].strip()}"
     compiler = Registry.load().backends[where.backend].compiler
@@ -173,7 +174,7 @@ def _no_device(needs: str, where: Target) -> str:
     if not here:
         return f"needs {needs}"
     if str(here[0].toolchain) != str(where.toolchain):
-        return f"needs {needs} with {_name(where)}: {_name(here[0])} is installed"
+        return f"needs {needs} with {where.toolchain}: {here[0].toolchain} is installed"
     return ""
 
 
@@ -188,21 +189,17 @@ def affected_versions(quirk: Quirk) -> list[str]:
     return [version for distribution, _, version in pairs if distribution == name]
 
 
-def _name(where: Target) -> str:
-    return str(where.toolchain)
-
-
 def _stands(quirk: Quirk, where: Target) -> bool:
-    return _name(where) in STAND_INS and quirk.evidence.stand_in == _name(where)
+    return str(where.toolchain) in STAND_INS and quirk.evidence.stand_in == str(where.toolchain)
 
 
 def _start(quirk: Quirk, where: Target) -> Worker:
-    name = STAND_INS[_name(where)][0] if _stands(quirk, where) else _name(where)
+    name = STAND_INS[str(where.toolchain)][0] if _stands(quirk, where) else str(where.toolchain)
     return lab.worker(name, environment=FRESH, **{"runs": "kernels"} if quirk.evidence.needs else {})
 
 
 def _run_arm(quirk: Quirk, arm: ArmName, where: Target, registry: Registry, worker: Worker, seconds: float) -> Arm:
-    passes = STAND_INS[_name(where)][1] if _stands(quirk, where) else ""
+    passes = STAND_INS[str(where.toolchain)][1] if _stands(quirk, where) else ""
     run_arm = probe_plans.run_arm if quirk.evidence.probe.startswith(probe_plans.PREFIX) else run_program
     return run_arm(quirk, arm, where, registry, worker, seconds, passes)
 

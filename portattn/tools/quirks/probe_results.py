@@ -21,15 +21,7 @@ from portattn.worker.client import Reply
 Outcome = Literal["pass", "fail", "crash", "hang", "not run"]
 ArmName = Literal["control", "off", "on"]
 
-# confirmed     in range: fails with the signature without the work-around, passes with it
-# stale         in range: passes without it
-# changed       in range: fails, and not with the signature
-# ineffective   in range: fails with the signature, and with the work-around as well
-# absent        out of range: passes, as the range says
-# too narrow    out of range: fails with the signature
-# inconclusive  out of range: fails otherwise, or with the work-around as well: another entry's matter
-# broken        the control fails: the probe, or its environment, is at fault
-# unverified    it could not be run here
+# docs/quirks.md has the table of verdicts.
 ProbeOutcome = Literal[
     "confirmed", "stale", "changed", "ineffective", "absent", "too narrow", "inconclusive", "broken", "unverified"
 ]
