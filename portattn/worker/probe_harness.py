@@ -39,8 +39,8 @@ class Missing(Exception):
 
 @dataclass
 class Code:
-    """A compiled kernel: its texts by stage (ttir, ttgir, ptx and sass or amdgcn; linalg), facts as worker/compilers.py, and the
-    types of its run-time arguments."""
+    """A compiled kernel: its texts by stage (ttir, ttgir, ptx and sass or amdgcn; linalg), facts as worker/compilers.py
+    has them, and the types of its run-time arguments."""
 
     texts: dict[str, str]
     facts: dict[str, Any] = field(default_factory=dict)

@@ -1,9 +1,9 @@
 """Tensor descriptors that Triton cannot compile.
 
-gather: Triton compiles a gather by a descriptor for Hopper to cp.async.bulk.tensor with tile::gather4, which exists from
-Blackwell on, and ptxas refuses it. Older chips get a loop of loads. `control` and `on` gather by pointers.
+gather: Triton compiles a gather by a descriptor for Hopper to cp.async.bulk.tensor with tile::gather4, which is
+Blackwell's, and ptxas refuses it. Older chips get a loop of loads. `control` and `on` gather by pointers.
 
-built_in_loop: the pipeliner of Triton 3.4 to 3.8 cannot predicate the making of a descriptor, such as one for each page,
+built_in_loop: the pipeliner of Triton 3.4 to 3.8 cannot predicate the making of a descriptor, as for each page,
 in a loop with a product. `control` makes it before the loop, `on` has one stage.
 
 read_in_loop: that of Triton 3.7 cannot predicate a descriptor's load for gfx1250. `control` and `on` have one stage.

@@ -7,7 +7,7 @@ Expected: exact counts, starts and places in a model of the chip, with one wave 
 the loop by `tl.assume(tokens > 0)`; `control` is the loop unrolled, with masks.
 
 other_value: an asynchronous copy of a masked tile into LDS leaves masked elements unwritten, with Triton 3.6 and 3.7 on
-gfx950 where TRITON_HIP_USE_ASYNC_COPY=1. Expected: exact products of tiles with `other`. `control` and `on` copy through
+gfx950 where TRITON_HIP_USE_ASYNC_COPY=1. Expected: exact products of tiles with `other`. `control` and `on` copy by
 registers. https://github.com/triton-lang/triton/pull/11256
 """
 
