@@ -25,10 +25,10 @@ def test_a_failure_is_an_entrys_where_all_agrees(registry) -> None:
     assert (first.id, first.is_it, first.in_range) == ("rocm-0001-four-stages", True, True)
     assert str(first).startswith("this is rocm-0001-four-stages: ")
     assert "its work-around should have been applied where num_stages = 4" in first.says
-    assert [(one.id, one.is_it, one.but, one.says) for one in others] == [(
-        "rocm-0101-four-stages-rdna3", False, "its chips are rdna3, and this is gfx950",
-        "if it is, add the chip to its file",
-    )]  # fmt: skip
+    assert [(one.id, one.is_it, one.but, one.says) for one in others] == [
+        (name, False, f"its chips are {chips}, and this is gfx950", "if it is, add the chip to its file")
+        for name, chips in (("rocm-0101-four-stages-rdna3", "rdna3"), ("rocm-0201-four-stages-rdna4", "gfx1200"))
+    ]
 
 
 @pytest.mark.parametrize(
