@@ -8,8 +8,8 @@ TYPES = {"x": "*fp16", "scale": "*fp32", "out": "*fp16", "columns": "i32"}
 
 def test_it_fits_and_does_not_spill(portattn_target):
     compiled = portattn_target.compile(row_scale, TYPES, {"BLOCK": 1024}, num_warps=4)
-    assert compiled.spills == 0
-    assert compiled.shared_memory <= portattn_target.target.arch.scratchpad_bytes
+    assert not compiled.spills
+    assert (compiled.shared_memory or 0) <= portattn_target.target.arch.scratchpad_bytes
 
 
 @pytest.mark.portattn_quirk("rocm-0015")
