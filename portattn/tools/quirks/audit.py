@@ -30,10 +30,12 @@ from portattn.schema.quirk import Quirk, concerning, launch_holds
 from portattn.schema.target import Target
 from portattn.schema.toolchain import parse_range
 from portattn.tools.quirks import examples
+from portattn.tools.quirks.draft_texts import MARK, open_lines
 from portattn.tools.quirks.failure_log import patterns
 
 REVIEW_SOON = datetime.timedelta(days=30)
 SETTLE = "narrow [when] of one so that no plan meets both, or give both the same value"
+FAILS = ("compile-error", "compiler-crash", "hang")  # what one kernel does to a compiler
 TAKES = ("vendor", "reference")  # where a `path` effect leads that takes the core
 SIGNATURE = "fail:signature"
 _QUOTED = re.compile(r"\"([^\"]+)\"|`([^`]+)`")
@@ -103,7 +105,9 @@ def load_for_audit(
         findings.append(AuditFinding(severity="error", file=str(where), message=text))
     for path in paths:
         quirk, errors = check_file(path, names)
-        findings += [_from_error(error, quirk) for error in errors]
+        open_ = open_lines(path.read_text(encoding="utf-8")) if any(MARK in error.problem for error in errors) else []
+        findings += [_to_fill_in(path, number, text) for number, text in open_]
+        findings += [_from_error(error, quirk) for error in errors if not open_]
         if quirk is None or errors:
             continue
         taken = [other for other in quirks.values() if _number(other.id) == _number(quirk.id)]
@@ -150,6 +154,11 @@ def _left_out(one: Broken) -> Iterator[AuditFinding]:
 def _from_error(error: DataError, quirk: Quirk | None) -> AuditFinding:
     name = quirk.id if quirk else Path(error.path).stem
     return AuditFinding(severity="error", message=error.problem, quirk=name, file=error.path, line=error.line)
+
+
+def _to_fill_in(path: Path, number: int, text: str) -> AuditFinding:
+    message = f"line {number} is still to be filled in: {text.partition(' ')[0]}"
+    return AuditFinding(severity="error", message=message, quirk=path.stem, file=str(path), line=number)
 
 
 def _at(
@@ -276,6 +285,11 @@ def _versions_seen(quirk: Quirk, name: str) -> Iterator[str]:
 
 
 def _broad(quirk: Quirk, registry: Registry) -> Iterator[AuditFinding]:
+    # A limit is a fact of the chip or the language, whatever the kernel.
+    changed = quirk.effect.kind in ("path", "lowering", "launch")
+    if quirk.kind == "workaround" and quirk.symptom in FAILS and changed and not quirk.when.kernels:
+        message = 'when.kernels is missing, so the entry holds for all kernels; write kernels = ["*"] if you mean that'
+        yield _at(quirk, ("when",), f"{quirk.id}: {message}")
     if quirk.effect.path not in TAKES:
         return
     for backend, newest in takes_whole(quirk, registry, _problems()):

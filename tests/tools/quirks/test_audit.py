@@ -64,6 +64,12 @@ def test_an_entry_that_takes_a_whole_backends_core_is_warned_of(tmp_path, quirk_
         assert path.read_text().splitlines()[finding.line - 1].startswith("path")
 
 
+@pytest.mark.parametrize(("when", "missing"), [("", True), ('kernels = ["*"]', False), ('kernels = ["k"]', False)])
+def test_a_failure_of_every_kernel_is_said_in_words(tmp_path, when, missing):
+    plant(tmp_path, "rocm-0901-x", CAP.format(1), when, symptom="hang")
+    assert [f.severity for f in audited(tmp_path) if "when.kernels is missing" in f.message] == ["error"] * missing
+
+
 def test_goes_on_after_a_broken_file(tmp_path):
     plant(tmp_path, "cuda-0901-one", 'note = "x"\nprice = "high"')
     plant(tmp_path, "cuda-0902-two", 'note = "x"', 'toolchain = { trition = "<3" }')
