@@ -16,6 +16,7 @@ import os
 import pkgutil
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -244,9 +245,16 @@ def build(function: Any, signature: dict[str, Any], target: tuple[str, Any, int]
     return _compiled(source(function, signature, target[0]), target, signature["options"], enter)
 
 
-def build_file(path: str, target: tuple[str, Any, int], options: dict[str, Any], enter: Callable[[str], None]) -> Any:
-    """Compile a file that holds a stage's text; its suffix is the stage's name, as in `.ttir`."""
-    return _compiled(path, target, options, enter)
+def build_file(
+    path: str, target: tuple[str, Any, int], options: dict[str, Any], enter: Callable[[str], None], stage: str = ""
+) -> Any:
+    """Compile a file that holds a stage's text; `stage` is by default its suffix, as in `.ttir`."""
+    if not stage or path.endswith(f".{stage}"):
+        return _compiled(path, target, options, enter)
+    with tempfile.TemporaryDirectory(prefix="portattn-stage-") as folder:  # Triton reads the stage off the suffix
+        renamed = os.path.join(folder, f"{os.path.splitext(os.path.basename(path))[0]}.{stage}")
+        shutil.copyfile(path, renamed)
+        return _compiled(renamed, target, options, enter)
 
 
 def _compiled(

@@ -120,12 +120,17 @@ class Bench:
             texts["sass"] = self._compilers.machine_text(compiled)
         return Code(texts, facts, dict(types))
 
-    def compile_file(self, path: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> Code:
+    def compile_file(
+        self, path: str | os.PathLike[str], options: Mapping[str, Any] | None = None, stage: str = ""
+    ) -> Code:
         """Compile a file with a stage's text (`.ttir`) by Triton itself; on an adapter's target without facts.
 
+        stage  whose text it is taken for, by default its suffix's; Triton runs the later stages
+
         Raises Missing where this Triton cannot parse the text."""
+        given = (os.fspath(path), self.target, dict(options or {}), self._enter, stage)
         try:
-            compiled = self._compilers.build_file(os.fspath(path), self.target, dict(options or {}), self._enter)
+            compiled = self._compilers.build_file(*given)
         except RuntimeError as error:
             if str(error) != "Parse MLIR file failed.":
                 raise

@@ -220,9 +220,10 @@ def program(facts: Facts, name: str, title: str, target: Target | None) -> str:
         data = _assigned("REQUEST", _numbers_request(facts, where), ": dict[str, Any]")
     if form == "text":
         data = _assigned("OPTIONS", _options(facts), ": dict[str, Any]")
+    suffix = facts.program.suffix if facts.program else ""
     return render_template(
-        "draft_program.jinja", form=form, title=_plain(title), about=_plain(about(facts)), name=name, data=data,
-        target=json.dumps(where), limit=limit, cause=_plain(f"fails: {facts.failure.cause[:100]}"),
+        "draft_program.jinja", form=form, suffix=suffix, title=_plain(title), about=_plain(about(facts)), name=name,
+        data=data, target=json.dumps(where), limit=limit, cause=_plain(f"fails: {facts.failure.cause[:100]}"),
     )  # fmt: skip
 
 

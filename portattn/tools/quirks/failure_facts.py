@@ -76,8 +76,7 @@ def excerpts(log: str) -> list[Excerpt]:
 def _module(text: str, origin: str) -> Excerpt:
     passes = re.search(r"pipeline: \"(.*)\"", text)
     kind = "ttgir" if _GPU.search(text) else "ttir"
-    # A pass prints the module as it was before it: with this suffix Triton runs the passes that make TTGIR on it.
-    return Excerpt(kind=kind, suffix=".ttir", text=text, origin=origin, passes=passes[1] if passes else "")
+    return Excerpt(kind=kind, suffix=f".{kind}", text=text, origin=origin, passes=passes[1] if passes else "")
 
 
 def _read(path: Path) -> str:

@@ -77,12 +77,17 @@ def test_a_log_that_names_no_chip_is_answered_with_what_to_give(registry):
         facts_of("triton-3.2-sm_120", registry)
 
 
+def test_an_empty_log_is_answered_with_a_redirection(registry):
+    with pytest.raises(ArgumentError, match=r"is empty: did the compile fail\? Redirect standard error too \(2>&1\)"):
+        failure_facts.from_log("\n", "build.log", registry)
+
+
 def test_programs_in_a_log():
     text = read("triton-3.6-gfx950-stages")
     middle = text.index("tt.load") + 2000
     assert not excerpts(f"{text[:middle]}\n… 9000 bytes …\n{text[middle + 9000 :]}"), "a module that was cut is none"
     [module, *_] = excerpts(text)
-    assert (module.kind, module.suffix) == ("ttgir", ".ttir")
+    assert (module.kind, module.suffix) == ("ttgir", ".ttgir")
     assert module.text.startswith("#blocked")
     assert module.text.rstrip().endswith("#-}")
     assert "tritongpu-coalesce" in module.passes

@@ -74,8 +74,9 @@ def test_every_program_and_report_is_whole(name: str, registry, tmp_path) -> Non
     program = by_suffix[".py"].read_text()
     ast.parse(program)
     assert "def probe(arm: str, bench: Bench)" in program
-    if ".ttir" in by_suffix or ".ptx" in by_suffix:
-        assert f'with_name("{by_suffix.get(".ttir", by_suffix.get(".ptx")).name}")' in program
+    for module in by_suffix.keys() & {".ttir", ".ttgir", ".ptx"}:
+        assert f'with_name("{by_suffix[module].name}")' in program
+    assert (".ttgir" in by_suffix) is ("layouts fix num_warps" in program) is ('stage="ttir"' in program)
     report = by_suffix[".md"].read_text()
     for part in ("## Environment", "## To reproduce", "## Expected", "## Log", by_suffix[".py"].name):
         assert part in report
@@ -117,7 +118,7 @@ def test_numbers_are_the_next_free_ones(registry, tmp_path) -> None:
 def test_a_draft_is_of_one_failure_on_one_chip_and_compiler(registry, tmp_path) -> None:
     log, on = "triton-3.6-gfx950-stages", {"toolchain": "triton==3.6.0"}
     made = draft(log, registry, tmp_path, **on)
-    assert [Path(file).suffix for file in made.files] == [".ttir", ".py", ".md", ".toml"], "the entry is written last"
+    assert [Path(file).suffix for file in made.files] == [".ttgir", ".py", ".md", ".toml"], "the entry is written last"
     assert [entry.id for entry in drafts.find_drafts(facts_of(log, registry, **on), tmp_path)] == [made.id]
     later = facts_of(log, registry, toolchain="triton==3.7.1")
     other = facts_of("triton-3.4-kpack", registry, **on)
