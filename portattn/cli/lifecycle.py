@@ -38,7 +38,7 @@ _FRESH = {"TRITON_ALWAYS_COMPILE": "1"}  # of the child that reduces: a cache wo
 @output.target_option("The chip, where the log does not say.")
 @output.toolchain_option("The compiler, where the log does not say.")
 @options(
-    ("--kernel", {"metavar": "NAME"}, "Our kernel, as in dense_forward, where the log does not say."),
+    ("--kernel", {"metavar": "NAME"}, "The kernel, as in dense_forward; any package's, where the log does not say."),
     ("--failure number", {"type": int, "metavar": "N"}, "Of several failures in a log only the Nth."),
     ("--words", {"metavar": "WORDS", "default": ""}, "What the id says after its number, as in four-stages."),
     ("--out", {"type": click.Path(path_type=Path, file_okay=False)},
@@ -120,7 +120,7 @@ def _show_failure(made: Any, number: int, of: int) -> None:
             heading("to be filled in")
             pairs((f"{made.files[-1]}:{line}", text) for line, text in made.open)
     elif made.failure["not_a_bug"]:
-        click.echo(f"no compiler's failure, and not drafted: {made.failure['not_a_bug']}")
+        click.echo(f"not drafted: {made.failure['not_a_bug']}")
     else:
         click.echo("nothing was written: --force drafts an entry all the same")
 

@@ -23,7 +23,7 @@ from portattn.planning.registry import Registry, shipped_quirks
 from portattn.schema import conditions, toml_reader
 from portattn.schema.quirk import Quirk, launch_holds
 from portattn.schema.target import Arch, Target
-from portattn.schema.toolchain import is_installed
+from portattn.schema.toolchain import Toolchain, installed_toolchain, is_installed
 from portattn.tools import lab
 from portattn.tools.quirks import draft_texts, probe
 from portattn.tools.quirks.failure_facts import OP, Facts
@@ -434,7 +434,11 @@ def _cannot_replay(facts: Facts, target: Target | None, worker: Worker | None) -
     if draft_texts.form_of(facts) == "missing":
         return "the log holds no program"
     if target is None:
-        return "the log does not say on which chip and with which compiler it was written"
+        here = installed_toolchain()
+        shown = f"; {here} is installed here" if here != Toolchain.none() else ""
+        chip = {} if facts.arches else {f"on which {'known ' if facts.chip else ''}chip": "--target BACKEND:CHIP"}
+        lacks = chip | ({} if facts.compiler else {"with which compiler": f"--toolchain NAME==VERSION{shown}"})
+        return f"the log does not say {' and '.join(lacks)} it was written: give {' and '.join(lacks.values())}"
     if facts.failure.symptom == "wrong-result":
         return f"numbers are compared on the chip itself, {target.name}"
     if worker is None and not is_installed(facts.compiler) and lab.find(facts.compiler) is None:

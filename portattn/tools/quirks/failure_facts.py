@@ -218,6 +218,9 @@ def from_log(
     backend: str | None = None, kernel: str | None = None,
 ) -> list[Facts]:  # fmt: skip
     """Read a log; return the facts of every failure, in order. The arguments override the log. Raises ArgumentError."""
+    if not text.strip():
+        limit = "must be a compiler's output, and is empty: did the compile fail? Redirect standard error too (2>&1)"
+        raise ArgumentError(OP, "--from-log", origin, limit)
     log = normalise(text)
     failures = recognise.split(log)
     if not failures:
@@ -228,7 +231,11 @@ def from_log(
         limit = f"must be a compiler's failure: {failures[0].failure.cause}; {failures[0].failure.not_a_bug}"
         raise ArgumentError(OP, "--from-log", origin, limit)
     named = _named(registry, target, toolchain, backend, kernel)
-    return [_of_failure(found, log, len(failures) == 1, origin, registry, named) for found in failures]
+    made = [_of_failure(found, log, len(failures) == 1, origin, registry, named) for found in failures]
+    if all(facts.failure.not_a_bug for facts in made):
+        first = next(facts for facts, found in zip(made, failures, strict=True) if not found.failure.not_a_bug)
+        raise ArgumentError(OP, "--from-log", origin, first.failure.not_a_bug)
+    return made
 
 
 def _of_failure(
@@ -245,13 +252,14 @@ def _of_failure(
         compiling = failure.stage != recognise.UNKNOWN or any(map(compilers.is_compiler, around.versions))
         limit = "must name a chip or a compiler's backend, and names neither: give --target BACKEND:CHIP, or --backend"
         if around.foreign:
-            limit = f"must be of a compiler that a backend has, and is one of {around.foreign}: not drafted; backends"
+            limit = f"must be of a compiler that a backend has, and is one of {around.foreign}; backends"
         elif failure.family == "process" and not compiling:
             limit = "must be a compiler's failure: a process ended, and nothing names a compiler; give --backend"
         stage = "" if around.foreign else f" at stage {failure.stage}"
         seen = f"recognised on line {failure.line}: {failure.cause[:160]} ({failure.symptom}{stage})"
         limit = f"{limit} ({', '.join(registry.backends)}); {seen}"
-        raise ArgumentError(OP, "--from-log", origin, "; it names ".join(filter(None, [limit, around.described()])))
+        limit = "; it names ".join(filter(None, [limit, around.described()]))
+        failure = msgspec.structs.replace(failure, not_a_bug=limit)  # others in the log may still be drafted
     owner = registry.backends.get(chosen)
     if owner is not None and not owner.core_path:
         limit = f"must be a backend that runs kernels of portattn's: {chosen} runs its library alone"
@@ -308,9 +316,10 @@ def _named(
     if kernel is not None:
         known = {core.name: core.function for core in CORES.values()}
         known |= dict.fromkeys(registry.variant_names(), "")  # of several functions each
-        if kernel not in known:
-            raise ArgumentError(OP, "--kernel", kernel, f"must be one of {', '.join(known)}")
-        function, kernels = known[kernel], (kernel,)
+        if kernel not in known and not kernel.isidentifier():
+            limit = f"must be the name of another package's @triton.jit function, or one of {', '.join(known)}"
+            raise ArgumentError(OP, "--kernel", kernel, limit)
+        function, kernels = known.get(kernel, kernel), (kernel,)
     return {
         "backend": backend or "", "arch": arch, "toolchain": compiler, "components": components, "function": function,
         "kernels": kernels,

@@ -35,7 +35,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     cause: str
     line: int  # number of the cause's line, from 1
     signature: str  # regular expression; empty for a hang, which has no text of its own
-    not_a_bug: str = ""  # the remedy, if it is no compiler's failure
+    not_a_bug: str = ""  # why it is not drafted: the remedy, if it is no compiler's failure, or the lacking option
     also: tuple[str, ...] = ()
 
 

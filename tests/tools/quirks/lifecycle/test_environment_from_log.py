@@ -71,15 +71,12 @@ def test_what_cannot_be_used_is_refused(name, named, argument, registry):
     assert refused.value.argument == argument
 
 
-def test_a_log_that_names_no_chip_is_answered_with_what_to_give(registry):
+def test_a_log_that_names_no_chip_or_nothing_is_answered_with_what_to_give(registry):
+    with pytest.raises(ArgumentError, match=r"is empty: did the compile fail\? Redirect standard error too \(2>&1\)"):
+        failure_facts.from_log("\n", "build.log", registry)
     given = r"must name a chip .* give --target BACKEND:CHIP, or --backend .cuda, rocm, .*; recognised on line 1: Acc"
     with pytest.raises(ArgumentError, match=given):
         facts_of("triton-3.2-sm_120", registry)
-
-
-def test_an_empty_log_is_answered_with_a_redirection(registry):
-    with pytest.raises(ArgumentError, match=r"is empty: did the compile fail\? Redirect standard error too \(2>&1\)"):
-        failure_facts.from_log("\n", "build.log", registry)
 
 
 def test_programs_in_a_log():

@@ -88,6 +88,8 @@ def test_what_a_draft_does_not_know_is_marked(registry, tmp_path) -> None:
     made = draft("triton-3.2-num-ctas", registry, tmp_path)
     keys = {text.split(" = ")[0] for _, text in made.open}
     assert keys == {f"{MARK}{key}" for key in ("arch", "toolchain", "kernels", "conditions", "effect")}
+    found = [one.line for one in audit.load_for_audit(tmp_path)[1] if "is still to be filled in" in one.message]
+    assert found == [line for line, _ in made.open]
     known = draft("triton-3.2-num-ctas", registry, tmp_path, target="rocm:gfx942", toolchain="triton==3.2.0")
     assert {text.split(" = ")[0] for _, text in known.open} == keys - {f"{MARK}arch", f"{MARK}toolchain"}
     lines = Path(known.files[-1]).read_text().splitlines()
@@ -216,6 +218,13 @@ def test_the_command_line(portattn, registry, tmp_path) -> None:
     assert f"{MARK}effect" in words.out
 
 
+def test_a_replay_that_lacks_the_compiler_says_so(registry, tmp_path) -> None:
+    unnamed = facts_of("triton-3.6-gfx950-stages", registry)
+    reason = drafts.make(unnamed, registry, tmp_path, force=True).replay
+    assert "does not say with which compiler it was written: give --toolchain NAME==VERSION" in reason
+    assert "chip" not in reason
+
+
 def test_the_command_line_says_first_what_is_known(portattn, tmp_path) -> None:
     new = ("quirks", "new", "--from-log", FOLDER / "seed-ascend-sparse.log", "--out", tmp_path)
     known = (*new, "--toolchain", "triton-ascend==3.1.0", "--kernel", "sparse_split")
@@ -262,7 +271,7 @@ def test_a_draft_that_cannot_be_written_is_one_clear_error(portattn, tmp_path, m
         (("--from-log", "/not/here"), "--from-log"), (("--from-log", FOLDER), "--from-log"),
         (("--from-incident", "x"), "ID"), (("--from-incident", "x", "--target", "cuda:sm_90"), "--target"),
         (("--from-log", FOLDER / "green.log"), "--from-log"),
-        (("--from-log", FOLDER / "triton-3.4-kpack.log", "--kernel", "forward"), "--kernel"),
+        (("--from-log", FOLDER / "triton-3.4-kpack.log", "--kernel", "a-b"), "--kernel"),
         (("--from-incident", "x", "--failure", "1"), "--failure"),
         (("--from-incident", "x", "--kernel", "dense_forward"), "--kernel"),
         (("--from-log", FOLDER / "triton-3.4-kpack.log", "--words", "Not OK", "--force"), "--words"),
@@ -312,10 +321,11 @@ def test_a_kernel_of_a_backend_s_own_can_be_named(registry, tmp_path) -> None:
     [unnamed] = failure_facts.from_log(REFUSED, "build.log", registry, **named)
     draft = Path(drafts.make(unnamed, registry, tmp_path, force=True, replay=False).files[-1]).read_text()
     assert "--kernel names one of a backend's own too" in draft
-    with pytest.raises(
-        ArgumentError, match=r"--kernel is 'gluon_x', but must be one of dense_forward, .*gluon_forward"
-    ):
-        failure_facts.from_log(REFUSED, "build.log", registry, **named, kernel="gluon_x")
+    [other] = failure_facts.from_log(REFUSED, "build.log", registry, **named, kernel="my_delta")
+    draft = Path(drafts.make(other, registry, tmp_path, force=True, replay=False).files[-1]).read_text()
+    assert (other.function, tomllib.loads(draft)["when"]["kernels"]) == ("my_delta", ["my_delta"])
+    with pytest.raises(ArgumentError, match=r"another package's .* function, or one of dense_forward, .*gluon_forward"):
+        failure_facts.from_log(REFUSED, "build.log", registry, **named, kernel="gluon-x")
 
 
 REQUEST = {

@@ -175,9 +175,17 @@ def test_a_known_one_among_several_is_status_1(portattn, tmp_path) -> None:
     assert "this is rocm-0015-kpack" in portattn(*line, "--failure", "2", exits=1).out
 
 
-def test_what_is_not_installed_is_reported_and_not_drafted(portattn, tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        ("RuntimeError: ROCm linker /opt/rocm/ld.lld not found\n", "install ROCm's LLVM"),
+        ("AssertionError: num_warps must be a power of 2\n", "the compiler refuses an option of the call"),
+        ("Internal Triton ZEBIN codegen error: no such instruction\n", "must be of a compiler that a backend has"),
+    ],
+)
+def test_what_is_no_backends_failure_is_reported_and_not_drafted(portattn, tmp_path, other, why) -> None:
     log = tmp_path / "build.log"
-    log.write_text(f"{KPACK_TRACE}RuntimeError: ROCm linker /opt/rocm/ld.lld not found\n")
+    log.write_text(f"{KPACK_TRACE}{other}")
     called = portattn("quirks", "new", "--from-log", log, "--out", tmp_path / "out", "--no-replay", exits=0)
-    assert "no compiler's failure, and not drafted: install ROCm's LLVM" in called.out
+    assert f"not drafted: {why}" in called.out
     assert len(list((tmp_path / "out").glob("*/*.toml"))) == 1
