@@ -377,7 +377,7 @@ def test_an_extra_is_installed_from_where_portattn_is(tmp_path: Path) -> None:
     assert install_extra("triton", str(package)) == "pip install -e '.[triton]' in the checkout"
     assert install_extra("triton") == "pip install -e '.[triton]' in the checkout"
     (package / "backends").mkdir()
-    assert install_extra("triton", str(package)) == "pip install 'triton<3.10,>=3.2'"
+    assert install_extra("triton", str(package)) == "pip install 'triton<3.10,>=3.2' 'numpy<2.4'"
     tools = install_extra("tools", str(package))
     assert re.fullmatch(r"pip install 'click>=8.2' 'rich>=13.0' 'jinja2>=3.1' 'tomlkit>=0.13'", tools)
     assert install_extra("bench", str(package)) == f"{tools} 'matplotlib>=3.8'"

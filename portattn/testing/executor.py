@@ -32,6 +32,7 @@ from portattn.schema.quirk import Level
 from portattn.schema.target import Target
 from portattn.schema.tensors import TORCH_DTYPE
 from portattn.schema.toolchain import Toolchain, installed_toolchain
+from portattn.source_tree import install_extra
 from portattn.testing.findings import Facts, Lint, Numerics, numerics
 from portattn.worker.client import Reply, Worker
 
@@ -358,8 +359,8 @@ def interpreter_missing() -> str:
         return f"the interpreter needs community Triton, and this Python has {toolchain}"
     numpy = metadata.version("numpy")
     if Version(numpy) >= FIRST_BAD_NUMPY and Version(toolchain.version) < FIRST_GOOD_TRITON:
-        limit = f"needs NumPy before {FIRST_BAD_NUMPY} (pip install 'numpy<{FIRST_BAD_NUMPY}')"
-        return f"the interpreter of {toolchain} {limit}, and this Python has {numpy}"
+        limit = f"needs NumPy before {FIRST_BAD_NUMPY}, and this Python has {numpy} (hint: {install_extra('triton')})"
+        return f"the interpreter of {toolchain} {limit}"
     return ""
 
 
