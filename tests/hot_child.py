@@ -364,19 +364,25 @@ def trained() -> None:
     """A training call by native.c and by Python: its launches, those of its gradients, and its graph."""
     q, k, v = (torch.zeros(1, 4, 32, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     arguments, (place, towards) = {"q": q, "k": k, "v": v, "causal": True}, torch.zeros(2, *q.shape, dtype=q.dtype)
+    of_sinks = {n: one.detach() for n, one in zip("qkv", (q, k, v), strict=True)} | {"sinks": torch.zeros(4)}
+    of_sinks["sinks"].requires_grad_()
     seen = list[Any]()
     with portattn.settings(isolate="never", canary="never"):
         with torch.no_grad():
             portattn.attention(**arguments)
+        portattn.attention(**of_sinks)
+        entries = [kind_of("attention")]
         torch.autograd.grad(portattn.attention(**arguments).sum(), (q, k, v))
-        entries, planned = [kind_of("attention"), kind_of("attention_backward")], len(chip.compiled_calls)
+        entries += [kind_of("attention"), kind_of("attention_backward")]
+        planned = len(chip.compiled_calls)
         native = all(entry.hit for entry in entries)
         for _ in ("by C", "by Python"):
             with torch.no_grad():
                 alone = portattn.attention(**arguments).grad_fn
-            with contextlib.suppress(portattn.ArgumentError):
-                into(place, "attention", **arguments)
-            written = any(_holds(one, place) for one in fake.launches())
+            for given in (arguments, of_sinks):
+                with contextlib.suppress(portattn.ArgumentError):
+                    into(place, "attention", **given)
+            written = place.requires_grad or any(_holds(one, place) for one in fake.launches())
             chip.allocated.clear()
             out = portattn.attention(**arguments)
             gradients = torch.autograd.grad(out, (q, k, v), towards)
