@@ -328,8 +328,10 @@ def _traced(op: str, name: str, function: Any, before: Captured, q: Any) -> Any:
 @called_while_traced
 def _text_of_code(op: str, name: str, function: types.FunctionType) -> str:
     """Return the text of a function that its code alone decides; "" of any other, and of one that is refused."""
-    own = function.__defaults__ or function.__kwdefaults__ or vars(function)
-    if own or any(not _of_torch(function.__globals__.get(each, torch)) for each in _names(function.__code__)):
+    code, kinds = function.__code__, (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
+    own = function.__defaults__ or function.__kwdefaults__ or vars(function) or _imports(code)
+    read = [function.__globals__[each] for each in _names(code) if each in function.__globals__]
+    if own or any(not (isinstance(value, kinds) and _of_torch(value)) for value in read):  # a tensor is torch's, too
         return ""
     try:
         return cached_trace(op, name, function)[0]

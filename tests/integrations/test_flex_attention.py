@@ -243,6 +243,19 @@ def test_compiled_calls() -> None:
         torch.testing.assert_close((out, *aux), (right, *other), rtol=0, atol=0)
 
 
+SHARE = torch.tensor(0.5)
+
+
+def by_share(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return s * SHARE
+
+
+def by_import(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    import sys
+
+    return s / sys.maxunicode
+
+
 def test_a_whole_graph_holds_functions_that_their_code_decides() -> None:
     q, k, v = qkv()
     mask, width = create_block_mask(causal, None, None, ROWS, KEYS, "cpu"), 8
@@ -254,7 +267,8 @@ def test_a_whole_graph_holds_functions_that_their_code_decides() -> None:
             out = call(leaf, k, v, mod, mask, enable_gqa=True)
             found.append([out, *torch.autograd.grad(out.square().sum(), leaf)])
         torch.testing.assert_close(*found, rtol=0, atol=0)
-    for mod in (lambda s, b, h, q, kv: s / width, lambda s, b, h, q, kv, at=0.5: s * at, MODS["ALiBi"]()):
+    reading = (lambda s, b, h, q, kv: s / width, lambda s, b, h, q, kv, at=0.5: s * at, MODS["ALiBi"]())
+    for mod in (*reading, by_share, by_import):
         with pytest.raises(torch._dynamo.exc.Unsupported, match="portattn traces score_mod"):
             compiled(q, k, v, mod, mask, enable_gqa=True)
 
