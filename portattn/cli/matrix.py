@@ -158,8 +158,11 @@ def record(out: Path, most: int, command: tuple[str, ...], as_json: bool) -> Non
 
     Exit status: the command's; 2 where it cannot be started, 3 where nothing was recorded."""
     from portattn.errors import ArgumentError
+    from portattn.files import takes_no_file
     from portattn.tools.matrix.select import record as recorded
 
+    if why := takes_no_file(out):
+        raise ArgumentError("matrix record", "--out", str(out), f"cannot be written: {why}")
     try:
         found = recorded(command, out, most)
     except OSError as error:

@@ -143,7 +143,7 @@ def test_ci_tells_a_kernel_that_the_new_compiler_refuses_and_its_quirk(portattn,
 def test_a_recorded_run_is_a_file_that_runs(portattn, tmp_path, monkeypatch) -> None:
     program = EXAMPLE.with_name("row_softmax.py")
     once = f"import runpy; runpy.run_path({str(program)!r}, run_name='__main__')"
-    file = tmp_path / "kernels.toml"
+    file = tmp_path / "made" / "kernels.toml"
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     line = ("matrix", "record", "--out", str(file), "--json", "--", sys.executable, "-c")
     called = portattn(*line, f"{once}\n{once}\nraise SystemExit(7)")
@@ -159,5 +159,7 @@ def test_a_recorded_run_is_a_file_that_runs(portattn, tmp_path, monkeypatch) -> 
     assert (cell.status, cell.level) == ("PASS", "emulated")
     nothing = portattn("matrix", "record", "--out", str(file), "--", sys.executable, "-c", "1", exits=3)
     assert nothing.err == "portattn: nothing was recorded: the command launched no Triton kernel\n"
+    refused = portattn("matrix", "record", "--out", str(file / "x"), "--", sys.executable, "-c", "1", exits=2)
+    assert f"--out is '{file / 'x'}', but cannot be written: it is not a folder" in refused.err
     absent = portattn("matrix", "record", "--out", str(file), "--", "/nowhere/python", exits=2)
     assert "COMMAND is '/nowhere/python', but cannot be run: No such file or directory" in absent.err
