@@ -98,10 +98,12 @@ def test_arguments_lie_in_memory_as_the_entry_says() -> None:
     ({"o": 1.1}, 0, "o", True),
     ({"o": math.nan}, 1, "o", False),
     ({"n": 1}, 0, "n", True),  # whole numbers are exact
+    ({"m": 1}, 0, "n", True),  # past 2**53, too
 ])  # fmt: skip
 def test_outputs_are_compared_by_the_coarsest_type_and_the_largest_value(change, wrong, output, over) -> None:
-    right = {"o": torch.tensor([[64.0, math.nan, -math.inf]]), "n": torch.tensor([5, 6])}
+    right = {"o": torch.tensor([[64.0, math.nan, -math.inf]]), "n": torch.tensor([5, 2**60])}
     given = {name: tensor.clone() for name, tensor in right.items()}
+    given["m"] = given["n"][1:]
     for name, amount in change.items():
         given[name].view(-1)[0] += amount
     found = kernel_cases.compare(CASE, right, given)
