@@ -28,7 +28,7 @@ from portattn.schema.problem import Problem
 Gradients = dict[str, torch.Tensor]
 _CAPTURED = frozenset(CAPTURED)
 _SUMMED = ("alibi_slopes", "bias")  # their gradients are float32 in memory of their own
-# Tensors of the gradients' operations that are none of the forward's, in the order in which `gradients` makes them.
+# Tensors that the gradients' operations alone have, in the order in which `gradients` makes them.
 _MADE = (
     "forward_out", "forward_lse", "grad_out", "grad_lse", "grad_q", "grad_k", "grad_v", "grad_slopes", "grad_bias",
     "block_rows", "block_starts", "block_chunks", "block_queries",

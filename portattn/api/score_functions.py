@@ -327,7 +327,7 @@ def _traced(op: str, name: str, function: Any, before: Captured, q: Any) -> Any:
 
 @called_while_traced
 def _text_of_code(op: str, name: str, function: types.FunctionType) -> str:
-    """Return the text of a function that its code alone decides; "" of any other, and of one that is refused."""
+    """Return the text of a function that its code alone decides; "" if data decide it too, or it is refused."""
     code, kinds = function.__code__, (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
     own = function.__defaults__ or function.__kwdefaults__ or vars(function) or _imports(code)
     read = [function.__globals__[each] for each in _names(code) if each in function.__globals__]

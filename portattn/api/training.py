@@ -48,8 +48,8 @@ class TrainingNode:
         self._absent = (None,) * (len(every) - len(self._places)) if first else None
 
     def __call__(self, tensors: tuple[Any, ...], lengths: tuple[Any, ...], results: Any) -> Result:
-        """Return a call's results, given without a graph and with the LSE, as the call does."""
-        # torch handles each argument of a node by itself: all that is no tensor is one argument, absent tensors none.
+        """Return results as the call does, as outputs of a node. results: (out, LSE), without a graph."""
+        # torch handles each argument of a node by itself: all values are one argument, and absent tensors are left out.
         found: Result = _apply((self, lengths, results), *[tensors[place] for place in self._places])
         return found
 

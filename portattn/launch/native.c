@@ -675,8 +675,8 @@ static PyObject *sized_note(Sized *self) {
 
 /* What a Kind is made of, by the names that Python gives it: objects, and tuples of integers.
    classes: a list of Sized; record: record(tensors, lengths, results) makes the results of a training call a node of
-   autograd's graph, None of another call; fixed: the only inputs that it takes, as int64, or None; take, give: of a launch's memory,
-   None where `empty` makes it */
+   autograd's graph, None of another call; fixed: the only inputs that it takes, as int64, or None; take, give: of a
+   launch's memory, None where `empty` makes it */
 #define OBJECTS(X) X(values) X(settings) X(guard) X(levels) X(level_name) X(modes) X(index) X(current) X(stream) X(empty) X(take) X(give) X(hooked) \
   X(address) X(types) X(shape) X(strides) X(lengths) X(classes) X(record) X(fixed) X(noted) X(refused) X(reader)
 #define INTEGERS(X) X(absent) X(given) X(twins) X(distinct) X(residues)

@@ -82,7 +82,7 @@ _REDUCED: Mapping[str, Callable[..., torch.Tensor]] = {
 def on_rows(
     name: str, func: Any, args: Any, kwargs: Mapping[str, Any], rows: Mapping[int, list[torch.Tensor]]
 ) -> torch.Tensor | list[torch.Tensor] | None:
-    """Return the numbers of an operation's result on rows, or the one to which it reduces a row; None of any other.
+    """Return an operation's result on rows: a row's numbers, or the number that it reduces a row to; else None.
 
     Args:
         name, func: the operation, by its name in aten

@@ -423,7 +423,7 @@ class _KernelMaker(NamedTuple):
 
 
 def _compiler(workers: Workers, target: Target) -> Worker | str:
-    """Return the child that compiles for a target, or why there is none."""
+    """Return the child that compiles for a target, or the reason for its absence."""
     try:
         return workers.compiler(str(target.toolchain))
     except LabError as error:
