@@ -85,7 +85,7 @@ class _Reading:
         code = function.__code__
         if id(function) in self.seen:
             return "again", self.seen[id(function)]
-        if depth > 4 or _imports(code):
+        if depth > 4 or _reads_elsewhere(code):
             self.sure = False
             return None
         self.seen[id(function)] = len(self.seen)
@@ -146,6 +146,7 @@ class _Reading:
         return tuple(found)
 
 
+_BY_TEXT = frozenset({"getattr", "globals", "vars", "eval", "__dict__"})  # they take a name as a text
 _FIXED = (type, types.ModuleType, type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor), torch.device)
 
 
@@ -155,11 +156,12 @@ def _of_torch(value: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=_MOST_TRACES)
-def _imports(code: types.CodeType) -> bool:
-    """Return whether a function imports modules other than torch and math, whose values are in no namespace of its."""
+def _reads_elsewhere(code: types.CodeType) -> bool:
+    """Return whether a function imports modules other than torch and math, or reads names that its code lacks."""
     names = (step.argval for step in dis.get_instructions(code) if step.opname == "IMPORT_NAME")
     inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return any(name.partition(".")[0] not in ("torch", "math") for name in names) or any(map(_imports, inner))
+    others = any(name.partition(".")[0] not in ("torch", "math") for name in names)
+    return others or not _BY_TEXT.isdisjoint(code.co_names) or any(map(_reads_elsewhere, inner))
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
@@ -329,7 +331,7 @@ def _traced(op: str, name: str, function: Any, before: Captured, q: Any) -> Any:
 def _text_of_code(op: str, name: str, function: types.FunctionType) -> str:
     """Return the text of a function that its code alone decides; "" if data decide it too, or it is refused."""
     code, kinds = function.__code__, (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
-    own = function.__defaults__ or function.__kwdefaults__ or vars(function) or _imports(code)
+    own = function.__defaults__ or function.__kwdefaults__ or vars(function) or _reads_elsewhere(code)
     read = [function.__globals__[each] for each in _names(code) if each in function.__globals__]
     if own or any(not (isinstance(value, kinds) and _of_torch(value)) for value in read):  # a tensor is torch's, too
         return ""

@@ -278,6 +278,7 @@ def test_a_trace_is_of_all_values_that_a_function_reads(monkeypatch: pytest.Monk
         "cycle": lambda: of_object(own, lambda one: one.own.own.factor),
         "method": lambda: of_object(values.get, lambda get: get("factor")),
         "import": lambda: imported,
+        "globals": lambda: lambda s, *_: s * globals()["FACTOR"],
     }
     before = {name: flex_attention(q, k, v, call()) for name, call in calls.items()}
     monkeypatch.setattr(sys.modules[__name__], "FACTOR", 3.0)
