@@ -23,7 +23,6 @@ from portattn.kernels import score_program
 from portattn.kernels.score_program import INPUTS, Node, ScoreProgram
 from portattn.reference.score_functions import MADE_OF, divide_to_zero, evaluate, on_rows
 
-_aten = torch.ops.aten
 _KINDS = {torch.bool: "b", torch.int8: "i", torch.uint8: "i", torch.int16: "i", torch.int32: "i", torch.int64: "l"}
 
 _SAME = ("add", "sub", "mul", "div", "neg", "abs", "minimum", "maximum", "exp", "exp2", "log", "log2", "sqrt", "sin",

@@ -105,9 +105,10 @@ def on_rows(
         or any(each not in (0, -1, None) for each in axes)
     ):
         return None
-    numbers = own if name != "sum" or own[0].is_floating_point() else [each.long() for each in own]
-    whole = functools.reduce(_REDUCED[name], numbers)
-    return whole / len(own) if name == "mean" else whole
+    whole = name in ("sum", "prod") and not own[0].is_floating_point()  # int64 in torch
+    numbers = [each.long() for each in own] if whole else own
+    found = functools.reduce(_REDUCED[name], numbers)
+    return found / len(own) if name == "mean" else found
 
 
 def evaluate(

@@ -65,6 +65,7 @@ OF_ROWS: dict[str, Callable[..., torch.Tensor]] = {
     "norm": lambda p, q, kv: (p[q] - torch.tensor([0.5, 1.0, 2.0], dtype=p.dtype)).norm(),
     "extremes": lambda p, q, kv: p[q].max() + p[q].amin(-1) * p[kv].prod() - p[kv].mean(),
     "truths": lambda p, q, kv: torch.where((p[q] > p[kv]).all() | (PARTS[q] == PARTS[kv]).any(-1), 1.0, -1.0),
+    "whole": lambda p, q, kv: (PARTS[q] + 70_000).prod() * 1e-15,  # past int32
     "counts": lambda p, q, kv: (PARTS[q] == PARTS[kv]).sum() * 0.25 + PARTS[q].clamp(max=2).float().sum() / 8,
 }  # fmt: skip
 
