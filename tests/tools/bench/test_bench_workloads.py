@@ -51,6 +51,7 @@ def fails(*given, **named):
 
 @pytest.mark.parametrize(("wrong", "said"), [(lambda out: out * 1.5, "WRONG"), (fails, "FAILED RuntimeError")])
 def test_a_contender_that_is_wrong_or_fails(monkeypatch, tmp_path, wrong, said):
+    monkeypatch.delenv("COLUMNS", raising=False)  # of pytest-xdist: the table would be cut
     real = portattn.paged_attention
     monkeypatch.setattr(portattn, "paged_attention", lambda *given, **named: wrong(real(*given, **named)))
     called = bench(*TREE, "--tiny", "--out", str(tmp_path))
