@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import math
+import os
 import pkgutil
 import re
 import sys
@@ -29,6 +30,7 @@ from portattn.testing.executor import run_code
 from portattn.testing.findings import Facts, Gate, KernelFacts, Numerics, gate_of, resource_gates
 from portattn.worker import own_kernels
 from portattn.worker.client import Reply, Worker
+from portattn.worker.own_kernels import MOST_ELEMENTS, memory_of
 
 KERNELS = "kernels"  # the op of kernels' cells, and the name of their set
 DTYPES = {
@@ -44,7 +46,7 @@ NONE = "none"  # the type of an argument that is passed None
 TOLERANCES = {
     "fp8e5": 0.5, "fp8e4nv": 0.25, "fp8e4b8": 0.25, "bf16": 2**-6, "fp16": 2**-9, "fp32": 2**-9, "fp64": 2**-9,
 }  # fmt: skip
-MOST_ELEMENTS = 1 << 24  # of one tensor: a model of a chip takes minutes for far less
+MOST_PROGRAMS = (2**31 - 1, 65535, 65535)  # along the axes of a grid
 STEPS = 200_000_000  # of a model of a chip, instructions of a wave; the time limit is shorter
 Number = bool | int | float
 
@@ -161,7 +163,7 @@ def read(path: Path, seconds: float = 120.0) -> list[NamedKernel]:
 def root_of_case(case: KernelCase, beside: Path) -> Path | None:
     """Return the folder from which a kernel's module is imported here, or None; `beside` is its file's folder."""
     if not case.package:
-        folder = beside / Path(case.folder or ".").expanduser()
+        folder = beside / os.path.expanduser(case.folder or ".")  # noqa: PTH111 - Path's raises for an unknown user
         return folder.resolve() if folder.is_dir() else None
     spec = importlib.util.find_spec(case.package.partition(".")[0])
     places = list(spec.submodule_search_locations or ()) if spec else []
@@ -176,8 +178,12 @@ def _wrong(case: KernelCase) -> Iterator[tuple[str, str]]:
             yield key, f"{getattr(case, key)!r} must be package.module:function"
     if case.source:
         yield "source", "unknown key"
-    if not 1 <= len(case.grid) <= 3 or min(case.grid) < 1:
-        yield "grid", f"{list(case.grid)} must be one to three numbers of at least 1"
+    if not 1 <= len(case.grid) <= 3 or any(not 1 <= n <= m for n, m in zip(case.grid, MOST_PROGRAMS, strict=False)):
+        yield "grid", f"{list(case.grid)} must be one to three numbers of at least 1 and at most {MOST_PROGRAMS}"
+    if not case.name.isprintable():
+        yield "name", f"{case.name!r} must be printable characters in one line"
+    if case.spills is not None and case.spills < 0:
+        yield "spills", f"{case.spills} must be at least 0"
     if case.tolerance is not None and not 0 < case.tolerance < math.inf:
         yield "tolerance", f"{case.tolerance} must be a number above 0"
     for name, kind in case.types.items():
@@ -198,11 +204,24 @@ def _wrong(case: KernelCase) -> Iterator[tuple[str, str]]:
             yield f"values.{name}", f"must be one of the arguments in types: {', '.join(case.types)}"
         elif name not in tensors and isinstance(value, list):
             yield f"values.{name}", f"must be a number: {name} is {case.types[name]}"
+        elif not isinstance(value, list) and (limit := _unfit(case.types[name], value)):
+            yield f"values.{name}", f"{value} {limit}"
     for name, kind in case.types.items():
         if name in tensors:
             yield from _wrong_tensor(case, name)
         elif kind != NONE and name not in case.values:
             yield "values", f"lacks {name}, which is {kind}"
+
+
+def _unfit(kind: str, *values: Number) -> str:
+    """Return the limit of a type that a value exceeds, or nothing."""
+    kind = kind.removeprefix("*")
+    if kind[0] not in "iu":
+        return "" if not any(isinstance(value, bool) for value in values) else f"must be a number: the type is {kind}"
+    bits = int(kind[1:])
+    low, high = (0, 2**bits - 1) if kind[0] == "u" or bits == 1 else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+    fit = (low <= value <= high and value == int(value) and (bits == 1 or type(value) is not bool) for value in values)
+    return "" if all(fit) else f"must be a whole number from {low} to {high}: the type is {kind}"
 
 
 def _wrong_tensor(case: KernelCase, name: str) -> Iterator[tuple[str, str]]:
@@ -215,20 +234,26 @@ def _wrong_tensor(case: KernelCase, name: str) -> Iterator[tuple[str, str]]:
         yield f"shapes.{name}", f"{list(shape)} must be sizes of at most {MOST_ELEMENTS} elements"
     if listed:
         try:
-            given = torch.tensor(case.values[name]).numel()
-        except (TypeError, ValueError) as error:
+            given = torch.tensor(case.values[name])
+        except (TypeError, ValueError, RuntimeError) as error:
             yield f"values.{name}", f"is no tensor: {error}"
             return
-        if given != math.prod(shape):
-            yield f"values.{name}", f"has {given} elements, and {name} is {list(shape)}"
+        if given.numel() != math.prod(shape):
+            yield f"values.{name}", f"has {given.numel()} elements, and {name} is {list(shape)}"
+        elif given.numel() and (limit := _unfit(case.types[name], given.min().item(), given.max().item())):
+            yield f"values.{name}", limit
     if strides is not None and (len(strides) != len(shape) or min(strides, default=0) < 0):
         yield f"strides.{name}", f"{list(strides)} must be a number of at least 0 for each of {list(shape)}"
+    elif strides is not None and memory_of(shape, strides) > MOST_ELEMENTS:
+        yield f"strides.{name}", f"{list(strides)} must have the last within {MOST_ELEMENTS} elements of the first"
     whole = not DTYPES[case.types[name][1:]].is_floating_point
     if whole and name not in case.values and name not in case.ranges and name not in case.outputs:
         yield "ranges", f"lacks {name}: whole numbers are taken from values, or at random from a range"
     low, high = case.ranges.get(name, (0, 0))
     if not -math.inf < low <= high < math.inf:
         yield f"ranges.{name}", f"{[low, high]} must be two numbers in order"
+    elif name in case.ranges and (limit := _unfit(case.types[name], low, high)):
+        yield f"ranges.{name}", f"{[low, high]} {limit}"
 
 
 def _unlike(case: KernelCase, reply: Reply) -> Iterator[tuple[str, str]]:
@@ -302,6 +327,8 @@ def numbers_of(
         reason = f"{done.outcome}: {done.kind}: {done.message.strip().splitlines()[0] if done.message else ''}"[:500]
         # An exception of the interpreter or of an executor is no finding about the code, nor is a slow interpreter.
         nothing = done.outcome == "error" or (done.outcome == "hang" and reply is None)
+        if done.outcome == "error" and done.stage == "reference" and (reference := named.problem.reference):
+            nothing, reason = False, f"reference {reference!r}: {reason}"
         return Numerics(outcome="not_run" if nothing else done.outcome, where=where, reason=reason)
     seen = done.facts
     if missing := str(seen.get("missing", "")):
@@ -330,7 +357,7 @@ def arguments_of(case: KernelCase) -> dict[str, Any]:
             continue
         dtype, shape, value = DTYPES[kind[1:]], case.shape(name), case.values.get(name)
         strides = case.strides.get(name) or [math.prod(shape[n + 1 :]) for n in range(len(shape))]
-        size = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) if all(shape) else 0
+        size = memory_of(shape, strides)
         whole = not dtype.is_floating_point
         if isinstance(value, list):
             memory = torch.zeros(size, dtype=dtype)

@@ -3,9 +3,7 @@
 The file of a kernel often holds its caller too, and so imports torch; the file of a test imports pytest, and a package
 asks for a device. A lab environment has none of them. Of each module on a kernel's way only the statements run that the
 kernel needs. Of a statement that fails the names are stand-ins: a kernel that reads one of them fails in the compiler,
-which names it.
-
-Runs in a child process; standard library and Triton only.
+which names it. Runs in a child process; standard library and Triton only.
 """
 
 from __future__ import annotations
@@ -24,8 +22,7 @@ import os
 import re
 import sys
 import textwrap
-import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -89,8 +86,8 @@ class StandIn:
 class _Source:
     """A module's statements by the names that they bind; each runs once, when one of its names is needed."""
 
-    def __init__(self, module: types.ModuleType, file: str) -> None:
-        with open(file, encoding="utf-8") as text:
+    def __init__(self, module: ModuleType, file: str) -> None:
+        with open(file, "rb") as text:  # with its mark or line of encoding
             tree = ast.parse(text.read(), file)
         self.module, self.file, self.flags = module, file, 0
         self.binders: dict[str, list[ast.stmt]] = {}
@@ -118,10 +115,19 @@ class _Source:
                 for node in ast.walk(statement):
                     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
                         self.need(node.id)
+                self.need("tl")  # the interpreter asks for it in the globals of each function
                 self._run(statement)
         if name not in self.binders and name not in vars(self.module):
             for star in self.stars:
-                self._run(ast.copy_location(ast.ImportFrom(star.module, [ast.alias(name)], star.level), star), False)
+                one = ast.ImportFrom(star.module, [ast.alias(name)], star.level)
+                self._run(ast.fix_missing_locations(ast.copy_location(one, star)), False)
+
+    def get(self, name: str) -> Any:
+        if not name.startswith("__"):
+            self.need(name)
+        if name not in vars(self.module):
+            raise AttributeError(f"{self.module.__name__} has no {name}")
+        return vars(self.module)[name]
 
     def _run(self, statement: ast.stmt, stands_in: bool = True) -> None:
         code = compile(ast.Module([statement], []), self.file, "exec", self.flags, dont_inherit=True)
@@ -164,39 +170,38 @@ def _bound(statement: ast.stmt) -> list[str]:
     return found
 
 
-class _LazyModule(types.ModuleType):
-    def __getattr__(self, name: str) -> Any:
-        source = vars(self).get("__source__")
-        if source is None or name.startswith("__"):
-            raise AttributeError(name)
-        source.need(name)
-        if name not in vars(self):
-            raise AttributeError(f"{self.__name__} has no {name}")
-        return vars(self)[name]
-
-
 class _Foreign(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds the modules of the packages that kernels are taken out of, each in the folder that `roots` names."""
+    """Finds the modules of the packages that kernels are taken out of, in the folder of the last kernel."""
 
     def __init__(self) -> None:
-        self.roots: dict[str, str] = {}
+        self.folder, self.tops = "", set[str]()
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        root = self.roots.get(name.partition(".")[0])
-        spec = None if root is None else importlib.machinery.PathFinder.find_spec(name, path or [root])
+        own = name.partition(".")[0] in self.tops
+        spec = importlib.machinery.PathFinder.find_spec(name, path or [self.folder]) if own else None
         if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
             spec.loader = self
         return spec
 
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        return _LazyModule(spec.name)
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
+        """Leave it to Python: Triton reads names of a module only where its type is ModuleType itself."""
 
-    def exec_module(self, module: types.ModuleType) -> None:
-        file = inspect.getfile(module)
-        vars(module)["__source__"] = _Source(module, file)
+    def exec_module(self, module: ModuleType) -> None:
+        source = _Source(module, inspect.getfile(module))
+        vars(module).update(__source__=source, __getattr__=source.get)
 
 
-_foreign = _Foreign()
+class _Beside(importlib.abc.MetaPathFinder):
+    """Finds the modules beside a kernel's own, unless packages are installed there; the last finder that is asked."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if path or any(one.endswith(".dist-info") for one in os.listdir(_foreign.folder)):
+            return None
+        _foreign.tops.add(name)
+        return _foreign.find_spec(name)
+
+
+_foreign, _beside = _Foreign(), _Beside()
 
 
 def kernel_of(root: str, path: str) -> Any:
@@ -205,13 +210,15 @@ def kernel_of(root: str, path: str) -> Any:
     Raises ImportError or AttributeError without it, and TypeError if it is no jit function."""
     module, _, name = path.partition(":")
     top = module.partition(".")[0]
-    if _foreign.roots.get(top) != root:
-        _foreign.roots[top] = root
-        for known in [one for one in sys.modules if one.partition(".")[0] == top]:
+    if _foreign.folder != root or top not in _foreign.tops:
+        for known in [one for one in sys.modules if one.partition(".")[0] in {*_foreign.tops, top}]:
             del sys.modules[known]
+        _foreign.folder, _foreign.tops = root, {top}
     if _foreign not in sys.meta_path:
-        sys.meta_path.insert(0, _foreign)
+        sys.meta_path[:] = [_foreign, *sys.meta_path, _beside]
     kernel = getattr(importlib.import_module(module), name)
+    while hasattr(getattr(kernel, "fn", None), "arg_names"):  # an autotuner, of a call and not of a decorator
+        kernel = kernel.fn
     if isinstance(kernel, StandIn):
         raise ImportError(f"no kernel: {kernel!r}")
     if not hasattr(kernel, "arg_names"):
@@ -239,7 +246,7 @@ def loops_of_tensors(names: Iterable[dict[str, Any]]) -> Iterator[None]:
 
 
 def modules_of_kernels() -> list[dict[str, Any]]:
-    return [vars(one) for one in sys.modules.values() if isinstance(one, _LazyModule)]
+    return [vars(one) for one in sys.modules.values() if "__source__" in vars(one)]
 
 
 def describe(request: Mapping[str, Any], enter: Callable[[str], None]) -> dict[str, Any]:
@@ -261,7 +268,7 @@ def _read(function: Any, texts: dict[str, str]) -> None:
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             owner = function.__globals__.get(node.value.id)
-            value = getattr(owner, node.attr, None) if isinstance(owner, _LazyModule) else None
+            value = getattr(owner, node.attr, None) if "__source__" in getattr(owner, "__dict__", ()) else None
         else:
             value = function.__globals__.get(node.id) if isinstance(node, ast.Name) else None
         called = getattr(value, "fn", None)
@@ -308,6 +315,7 @@ def signature_of(kernel: Any, case: Mapping[str, Any]) -> dict[str, Any]:
 
 
 # Notes of a process's launches. The process is a user's: what fails here must not end it.
+MOST_ELEMENTS = 1 << 24  # of one tensor, from its first to its last: a model of a chip takes minutes for far less
 ALL_VALUES = 256  # elements of a tensor of whole numbers that a note keeps; of a larger one it keeps the range
 LARGEST = 65504.0  # of float16: a range of larger numbers is not noted
 IGNORED = ("debug", "instrumentation_mode", "stream", "grid", "warmup")  # keywords of a launch that are no options
@@ -440,12 +448,17 @@ def note_of(kernel: Any, arguments: tuple[Any, ...], named: dict[str, Any], grid
             note["types"][name] = "none"
         elif isinstance(value, (bool, int, float)):
             wide = isinstance(value, int) and not -(2**31) <= value < 2**31
-            whole = "i64" if wide else "i32"
+            whole = ("u64" if value >= 2**63 else "i64") if wide else "i32"
             note["types"][name] = {bool: "i1", float: "fp32"}.get(type(value), whole)
             note["values"][name] = value
         else:
             raise TypeError(f"{name} is a {type(value).__name__}: a file has tensors, numbers and None")
     return note, tensors
+
+
+def memory_of(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Return the number of elements from a tensor's first to its last."""
+    return 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) if all(shape) else 0
 
 
 def _note_constant(note: dict[str, Any], name: str, value: Any) -> None:
@@ -463,6 +476,8 @@ def _note_tensor(note: dict[str, Any], name: str, tensor: Any) -> None:
     kind = DTYPES.get(str(tensor.dtype).rpartition(".")[2])
     if kind is None:
         raise TypeError(f"{name} is of {tensor.dtype}")
+    if memory_of(tensor.shape, tensor.stride()) > MOST_ELEMENTS:
+        raise TypeError(f"{name} is {list(tensor.shape)}: a file has tensors of at most {MOST_ELEMENTS} elements")
     note["types"][name], note["shapes"][name] = f"*{kind}", list(tensor.shape)
     if not tensor.is_contiguous():
         note["strides"][name] = list(tensor.stride())

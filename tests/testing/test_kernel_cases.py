@@ -11,12 +11,14 @@ from portattn.errors import DataError
 from portattn.planning.registry import Registry
 from portattn.testing import kernel_cases
 from portattn.testing.kernel_cases import KernelCase
+from portattn.worker.client import Worker
 
 EXAMPLE = ROOT / "examples" / "kernels" / "kernels.toml"
 CASE = KernelCase(
     function="m:f", outputs=("o", "n"), types={"x": "*bf16", "o": "*fp16", "n": "*i32", "s": "fp32", "none": "none"},
     shapes={"x": (2, 3), "o": (2, 3), "n": (2,)}, strides={"x": (4, 1)}, values={"s": 0.5}, ranges={"x": (2.0, 3.0)},
 )  # fmt: skip
+TRITON = b"import triton\nimport triton.language as tl\n"
 
 
 @pytest.fixture
@@ -52,6 +54,13 @@ def changed(tmp_path):
     ('BLOCK = 64', 'BLOCK = 64, x = 1', 14, "key 'constants.x': is in types too"),
     ('BLOCK = 64', 'WIDTH = 64', 14, "the arguments of row_softmax are x, out, columns, stride, BLOCK"),
     ('constants = { BLOCK = 64 }', '', 8, "key 'types': lacks BLOCK, and so does constants"),
+    ('grid = [4]', 'grid = [4, 65536]', 7, r"key 'grid': \[4, 65536\] must be .* at most \(2147483647, 65535, 65535\)"),
+    ('x = [80, 1]', 'x = [99999999, 1]', 10, r"'strides.x': \[99999999, 1\] must have the last within 16777216 elements"),
+    ('columns = 50', 'columns = 4294967296', 11, "4294967296 must be a whole number from -2147483648 to 2147483647"),
+    ('columns = 50', 'columns = true', 11, "'values.columns': True must be a whole number from .*: the type is i32"),
+    ('softmax of 50', 'softmax\\nof 50', 5, "key 'name': .* must be printable characters in one line"),
+    ('spills = 0', 'spills = -1', 17, "key 'spills': -1 must be at least 0"),
+    ('folder = "."', 'folder = "~nobody-here"', 2, "'~nobody-here' is not here: install it, or name another folder"),
     ('"row_softmax:row_softmax"', '"row_softmax.kernel"', 6, "'row_softmax.kernel' must be package.module:function"),
     ('"row_softmax:row_softmax"', '"row_softmax:softmax"', 6, "TypeError: .* is a function, and no @triton.jit"),
     ('"row_softmax:row_softmax"', '"nowhere:kernel"', 6, "ModuleNotFoundError: No module named 'nowhere'"),
@@ -75,6 +84,22 @@ def test_a_kernels_digest_is_of_its_source_and_of_what_it_calls(changed) -> None
     assert kernel_cases.read(path)[0].problem.source == here.problem.source
     program.write_text(text.replace("tl.exp(values - tl.max(values, 0))", "tl.exp(values)"))
     assert kernel_cases.read(path)[0].problem.source != here.problem.source
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("name", ["reference", "no_such_function"])
+def test_modules_beside_a_kernels_are_found_and_a_reference_that_is_missing_is_red(changed, name) -> None:
+    path = changed("row_softmax:reference", f"row_softmax:{name}")
+    program = path.with_name("row_softmax.py")
+    text = program.read_text(encoding="utf-8").replace("= exponentials(", "= b.exponentials(")
+    head, helper, rest = text.partition("@triton.jit\ndef exponentials(")
+    helper, rest = (helper + rest).split("\n\n\n", 1)
+    program.write_text(f"import beside as b\nfrom beside import *\n{head}{rest}", encoding="utf-8")
+    path.with_name("beside.py").write_bytes(b"# coding: latin-1\n# \xf6\n" + TRITON + helper.encode())
+    with Worker(runs="interpreter") as worker:
+        found = kernel_cases.numbers_of(kernel_cases.read(path)[0], None, worker, 60.0, "here")
+    assert found.outcome == ("pass" if name == "reference" else "error"), found
+    assert name == "reference" or found.reason.startswith("reference 'row_softmax:no_such_function': error: Attr")
 
 
 def test_arguments_lie_in_memory_as_the_entry_says() -> None:
