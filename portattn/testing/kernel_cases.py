@@ -163,7 +163,7 @@ def read(path: Path, seconds: float = 120.0) -> list[NamedKernel]:
 def root_of_case(case: KernelCase, beside: Path) -> Path | None:
     """Return the folder from which a kernel's module is imported here, or None; `beside` is its file's folder."""
     if not case.package:
-        folder = beside / os.path.expanduser(case.folder or ".")  # noqa: PTH111 - Path's raises for an unknown user
+        folder = beside / os.path.expanduser(case.folder or ".")
         return folder.resolve() if folder.is_dir() else None
     spec = importlib.util.find_spec(case.package.partition(".")[0])
     places = list(spec.submodule_search_locations or ()) if spec else []
