@@ -168,7 +168,7 @@ def record(out: Path, most: int, command: tuple[str, ...], as_json: bool) -> Non
     except OSError as error:
         raise ArgumentError("matrix record", "COMMAND", command[0], f"cannot be run: {error.strerror}") from None
     for text, number in found.left_out.items():
-        click.echo(f"left out, {plural(number, 'launch')}: {text}", err=True)
+        click.echo(f"left out, {plural(number, 'launch', 'launches')}: {text}", err=True)
     if as_json:
         emit_json({"file": str(out), "kernels": found.kernels, "left_out": found.left_out, "status": found.status})
     elif found.kernels:

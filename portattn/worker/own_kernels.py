@@ -408,8 +408,10 @@ class Recorder(importlib.abc.MetaPathFinder):
                         del note["values"][name]
                     if not before[name].any():  # memory that the kernel adds to, perhaps
                         note["values"][name] = 0
-            if note["outputs"]:
-                self._write(note)
+            if not note["outputs"]:  # it wrote the same again, perhaps: a later launch of its kind may be kept
+                known.discard(key)
+                note = {"function": note["function"], "error": "no tensor changed"}
+            self._write(note)
             return done
 
         return noted
@@ -424,9 +426,7 @@ def note_of(kernel: Any, arguments: tuple[Any, ...], named: dict[str, Any], grid
     function = kernel.fn
     parameters = inspect.signature(function).parameters
     defaults = {name: one.default for name, one in parameters.items() if one.default is not inspect.Parameter.empty}
-    bound = (
-        defaults | dict(zip(parameters, arguments, strict=False)) | {k: v for k, v in named.items() if k in parameters}
-    )
+    bound = defaults | dict(zip(parameters, arguments, strict=False)) | {k: named[k] for k in parameters if k in named}
     file = inspect.getsourcefile(function) or ""
     root = root_of(function.__module__, file)
     module = function.__module__ if root else os.path.splitext(os.path.basename(file))[0]

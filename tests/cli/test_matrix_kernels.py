@@ -150,13 +150,21 @@ def test_a_recorded_run_is_a_file_that_runs(portattn, tmp_path, monkeypatch) -> 
     assert (called.status, called.json["kernels"], called.json["status"]) == (7, ["row_softmax"], 7)
     (named,) = kernel_cases.read(file)
     case, (example,) = named.problem, kernel_cases.read(EXAMPLE)
-    for field in ("function", "grid", "types", "shapes", "strides", "values", "outputs", "constants", "options"):
+    for field in ("function", "grid", "types", "shapes", "strides", "outputs", "constants", "options"):
         assert getattr(case, field) == getattr(example.problem, field), field
+    assert case.values.items() >= example.problem.values.items(), "and zeros, if `torch.empty` gave such memory"
     low, high = case.ranges["x"]
     assert -6 < low < high < 6
     monkeypatch.delenv("TRITON_INTERPRET")
     (cell,) = run(portattn, tmp_path, str(file)).values()
     assert (cell.status, cell.level) == ("PASS", "emulated")
+    same = f"import sys; sys.path.insert(0, {str(program.parent)!r}); import torch; from row_softmax import *\n"
+    same += "out = torch.ones(1)\nfor width in (4, 2, 2, 2):\n"
+    same += "    row_softmax[(1,)](torch.ones(1, 1), out.fill_(width == 4), 1, 1, BLOCK=width)"
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    found = portattn(*line, same, exits=0).json
+    assert found["kernels"] == ["row_softmax"], "a launch that wrote the same again"
+    assert found["left_out"] == {"row_softmax:row_softmax: no tensor changed": 1}
     nothing = portattn("matrix", "record", "--out", str(file), "--", sys.executable, "-c", "1", exits=3)
     assert nothing.err == "portattn: nothing was recorded: the command launched no Triton kernel\n"
     refused = portattn("matrix", "record", "--out", str(file / "x"), "--", sys.executable, "-c", "1", exits=2)

@@ -8,6 +8,7 @@ import fnmatch
 import itertools
 import json
 import os
+import signal
 import subprocess
 import tempfile
 from collections import Counter
@@ -222,11 +223,15 @@ def record(command: Sequence[str], out: Path, most: int) -> Recording:
         source = SITE.format(source=own_kernels.__file__, notes=str(notes), most=most, folder=folder)
         Path(folder, "sitecustomize.py").write_text(source, encoding="utf-8")
         path = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH", ""))))
-        status = subprocess.run(command, env=outside() | {"PYTHONPATH": path}, check=False).returncode
+        try:
+            status = subprocess.run(command, env=outside() | {"PYTHONPATH": path}, check=False).returncode
+        except KeyboardInterrupt:  # what was launched before is kept
+            status = -signal.SIGINT
         lines = notes.read_text(encoding="utf-8").splitlines() if notes.exists() else []
-    launches = list({line: json.loads(line) for line in lines}.values())
+    launches = [json.loads(line) for line in lines]
     left_out = Counter(f"{one['function']}: {one['error']}" for one in launches if "error" in one)
-    text, names = toml_of([one for one in launches if "error" not in one], most, out)
+    kept = {line: one for line, one in zip(lines, launches, strict=True) if "error" not in one}
+    text, names = toml_of(list(kept.values()), most, out)
     if names:
         out.write_text(text, encoding="utf-8")
     return Recording(status if status >= 0 else 128 - status, tuple(names), dict(left_out))
