@@ -321,6 +321,7 @@ def numbers_of(
         fields |= {
             "target": target.name, "grid": list(named.problem.grid), "outputs": list(named.problem.outputs),
             "texts": facts, "facts": facts, "unchecked": [], "triton": target.toolchain.version, "steps": STEPS,
+            "groups": True,  # a race of two programs
         }  # fmt: skip
     done = worker.request("portattn.testing.kernel_cases:check", seconds, **fields)
     if done.outcome != "ok":

@@ -32,13 +32,14 @@ def copy(x, out, n, PAST: tl.constexpr, WRONG: tl.constexpr, BLOCKED: tl.constex
     else:
         values = tl.load(x + place, mask=place < n + PAST)
     if WRONG:
-        values += FAULT
+        values += FAULT * (1 + tl.program_id(0))
     tl.store(out + place, values, mask=place < n)
 """
 ENTRY = """\
 [[kernel]]
 name = "{name}"
 function = "copies:copy"
+grid = [{grid}]
 types = {{ x = "*fp32", out = "*fp32", n = "i32" }}
 shapes = {{ x = [48], out = [48] }}
 values = {{ n = 48 }}
@@ -55,7 +56,7 @@ def file(tmp_path):
     (tmp_path / "copies.py").write_text(KERNELS)
 
     def write(**entries):
-        values = {"past": 0, "wrong": "false", "blocked": "false"}
+        values = {"grid": 1, "past": 0, "wrong": "false", "blocked": "false"}
         text = "".join(ENTRY.format(name=name, **values | changes) for name, changes in entries.items())
         (tmp_path / "kernels.toml").write_text(text)
         return str(tmp_path / "kernels.toml")
@@ -70,25 +71,26 @@ def run(portattn, tmp_path, kernels, *options, out="out", targets=AMD, exits=0):
 
 
 def test_right_and_wrong_kernels_in_a_model_of_the_chip(portattn, tmp_path, file) -> None:
-    entries = {"right": {}, "wrong": {"wrong": "true"}, "past": {"past": 8}}
+    entries = {"right": {}, "wrong": {"wrong": "true"}, "past": {"past": 8}, "race": {"wrong": "true", "grid": 2}}
     cells = run(portattn, tmp_path, file(**entries), exits=1)
-    right, wrong, past = cells.values()
+    right, wrong, past, race = cells.values()
     assert (right.status, right.level, right.op, right.problem) == ("PASS", "emulated", "kernels", None)
     assert (right.emulated.error, right.interpreter.outcome) == (0.0, "pass")
     assert right.kernels[0].facts["spills"] == 0
     assert (wrong.status, wrong.level) == ("FAIL", "declared")
     assert wrong.reason.startswith("emulated numerics: out's error 0.5 is over its budget ")
-    assert past.status == "FAIL"
+    assert (past.status, race.status) == ("FAIL", "FAIL")
+    assert re.search("GlobalRace: .* stores .* out", race.reason)
     assert re.search("OutOfBounds: .* 4 bytes beyond the end of x ", past.reason)
     found = portattn("matrix", "report", str(tmp_path / "out"), "--json", exits=0).json
-    assert [one["name"] for one in found["red"]] == ["wrong", "past"]
+    assert [one["name"] for one in found["red"]] == ["wrong", "past", "race"]
     assert "Kernels of other packages" in (tmp_path / "out" / "index.html").read_text()
     portattn("matrix", "site", str(tmp_path / "out"), "--out", str(tmp_path / "site"), exits=0)
 
     # An edited kernel is another problem of its name; a baseline and --resume keep their promises.
     baseline = str(tmp_path / "baseline.toml")
     portattn("matrix", "baseline", str(tmp_path / "out"), baseline, exits=0)
-    (tmp_path / "copies.py").write_text(KERNELS.replace("values += FAULT", "values += 2 * FAULT"))
+    (tmp_path / "copies.py").write_text(KERNELS.replace("+= FAULT *", "+= 2 * FAULT *"))
     found = portattn("matrix", "run", "--kernels", file(right=entries["past"]), "--targets", AMD, "--out",
                      str(tmp_path / "new"), "--baseline", baseline, "--json", exits=1).json  # fmt: skip
     line = ("matrix", "diff", baseline, str(tmp_path / "new"), "--partial", "--json")

@@ -104,7 +104,7 @@ def run_code(request: dict[str, Any], arguments: dict[str, Any]) -> dict[str, An
     """Run a probe's kernel; an unknown instruction is "missing", not a finding. Raises EmulationError."""
     if Version(request["triton"]) < OLDEST:
         return {"missing": f"the model was tried with the code of Triton {OLDEST} and newer"}
-    checks = Checks(**dict.fromkeys(request["unchecked"], False))
+    checks = Checks(**{"groups": request.get("groups", False)} | dict.fromkeys(request["unchecked"], False))
     memory, facts = Memory(), request["facts"]
     values = [value_of(kind, arguments[name], memory) for name, kind in request["types"].items()]
     sizes = {"lds_bytes": facts["scratchpad_bytes"], "waves": facts["num_warps"]}
