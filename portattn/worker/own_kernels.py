@@ -191,7 +191,7 @@ class _Foreign(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         vars(module).update(__source__=source, __getattr__=source.get)
 
 
-class _Beside(importlib.abc.MetaPathFinder):
+class _Neighbours(importlib.abc.MetaPathFinder):
     """Finds the modules beside a kernel's own, unless packages are installed there; the last finder that is asked."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
@@ -201,7 +201,7 @@ class _Beside(importlib.abc.MetaPathFinder):
         return _foreign.find_spec(name)
 
 
-_foreign, _beside = _Foreign(), _Beside()
+_foreign, _neighbours = _Foreign(), _Neighbours()
 
 
 def kernel_of(root: str, path: str) -> Any:
@@ -215,7 +215,7 @@ def kernel_of(root: str, path: str) -> Any:
             del sys.modules[known]
         _foreign.folder, _foreign.tops = root, {top}
     if _foreign not in sys.meta_path:
-        sys.meta_path[:] = [_foreign, *sys.meta_path, _beside]
+        sys.meta_path[:] = [_foreign, *sys.meta_path, _neighbours]
     kernel = getattr(importlib.import_module(module), name)
     while hasattr(getattr(kernel, "fn", None), "arg_names"):  # an autotuner, of a call and not of a decorator
         kernel = kernel.fn
