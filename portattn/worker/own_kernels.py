@@ -217,10 +217,10 @@ def kernel_of(root: str, path: str) -> Any:
     if _foreign not in sys.meta_path:
         sys.meta_path[:] = [_foreign, *sys.meta_path, _neighbours]
     kernel = getattr(importlib.import_module(module), name)
-    while hasattr(getattr(kernel, "fn", None), "arg_names"):  # an autotuner, of a call and not of a decorator
-        kernel = kernel.fn
     if isinstance(kernel, StandIn):
         raise ImportError(f"no kernel: {kernel!r}")
+    while hasattr(getattr(kernel, "fn", None), "arg_names"):  # an autotuner, of a call and not of a decorator
+        kernel = kernel.fn
     if not hasattr(kernel, "arg_names"):
         raise TypeError(f"{path} of {root} is a {type(kernel).__name__}, and no @triton.jit function")
     return kernel
