@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from portattn.tools.tune.run import END_SECONDS
+from portattn.worker.child import END_SECONDS
 
 HANG_S = 300.0  # a process that reports nothing for so long hangs: a case compiles for some seconds at most
 LOOK_S = 0.5
