@@ -163,10 +163,7 @@ def record(out: Path, most: int, command: tuple[str, ...], as_json: bool) -> Non
 
     if why := takes_no_file(out):
         raise ArgumentError("matrix record", "--out", str(out), f"cannot be written: {why}")
-    try:
-        found = recorded(command, out, most)
-    except OSError as error:
-        raise ArgumentError("matrix record", "COMMAND", command[0], f"cannot be run: {error.strerror}") from None
+    found = recorded(command, out, most)
     for text, number in found.left_out.items():
         click.echo(f"left out, {plural(number, 'launch', 'launches')}: {text}", err=True)
     if as_json:

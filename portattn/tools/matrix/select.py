@@ -20,6 +20,7 @@ import msgspec
 import tomlkit
 
 from portattn.errors import ArgumentError
+from portattn.files import write_whole
 from portattn.planning import target_names
 from portattn.planning.registry import Registry
 from portattn.schema.target import Target
@@ -217,7 +218,7 @@ class Recording(msgspec.Struct, frozen=True):
 
 
 def record(command: Sequence[str], out: Path, most: int) -> Recording:
-    """Run a Python command, and write its launches as a file of kernels. Raises OSError."""
+    """Run a Python command, and write its launches as a file of kernels. Raises ArgumentError if it cannot be run."""
     with tempfile.TemporaryDirectory(prefix="portattn-record-") as folder:
         notes = Path(folder, "launches")
         source = SITE.format(source=own_kernels.__file__, notes=str(notes), most=most, folder=folder)
@@ -225,6 +226,9 @@ def record(command: Sequence[str], out: Path, most: int) -> Recording:
         path = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH", ""))))
         try:
             status = subprocess.run(command, env=outside() | {"PYTHONPATH": path}, check=False).returncode
+        except OSError as error:
+            limit = f"cannot be run: {error.strerror}"
+            raise ArgumentError("matrix record", "COMMAND", command[0], limit) from None
         except KeyboardInterrupt:  # what was launched before is kept
             status = -signal.SIGINT
         lines = notes.read_text(encoding="utf-8").splitlines() if notes.exists() else []
@@ -233,7 +237,7 @@ def record(command: Sequence[str], out: Path, most: int) -> Recording:
     kept = {line: one for line, one in zip(lines, launches, strict=True) if "error" not in one}
     text, names = toml_of(list(kept.values()), most, out)
     if names:
-        out.write_text(text, encoding="utf-8")
+        write_whole(out, text.encode(), parents=True)
     return Recording(status if status >= 0 else 128 - status, tuple(names), dict(left_out))
 
 
