@@ -20,7 +20,7 @@ import msgspec
 import tomlkit
 
 from portattn.errors import ArgumentError
-from portattn.files import write_whole
+from portattn.files import write_named
 from portattn.planning import target_names
 from portattn.planning.registry import Registry
 from portattn.schema.target import Target
@@ -237,7 +237,8 @@ def record(command: Sequence[str], out: Path, most: int) -> Recording:
     kept = {line: one for line, one in zip(lines, launches, strict=True) if "error" not in one}
     text, names = toml_of(list(kept.values()), most, out)
     if names:
-        write_whole(out, text.encode(), parents=True)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_named(out, text.encode())
     return Recording(status if status >= 0 else 128 - status, tuple(names), dict(left_out))
 
 
