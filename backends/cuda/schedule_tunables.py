@@ -12,8 +12,8 @@ import msgspec
 from portattn.backends.cuda.hopper_backward import variant as backward
 from portattn.backends.cuda.hopper_backward.variant import BackwardSchedule, BackwardVariant
 from portattn.backends.cuda.hopper_forward import variant as forward
-from portattn.backends.cuda.hopper_forward.variant import ForwardVariant, Schedule
-from portattn.backends.cuda.schedules import described_by
+from portattn.backends.cuda.hopper_forward.variant import ForwardVariant
+from portattn.backends.cuda.schedules import Schedule, described_by
 from portattn.launch import meta_call
 from portattn.launch.kernelcall import signatures
 from portattn.schema.plan import Plan

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from portattn.schema.problem import Problem
 from portattn.schema.toolchain import Toolchain
 
@@ -40,6 +42,36 @@ def find_schedule(variant: str, problem: Problem, toolchain: Toolchain) -> tuple
     """Return a variant's first matching flags and the compiler (NAME==VERSION, or "") that they were timed with."""
     entry = tuning().find(variant, problem.features(), toolchain, variant=True)
     return None if entry is None else (dict(entry.flags), tuning().timed_with(entry))
+
+
+class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How gluon_forward is scheduled; tile_scheduler.Form describes the fields. in_turn: tiles of many heads in turn.
+
+    kept, halved, columns: of e4m3 operands alone (columns 0: all of a head); lazy: of any others. Raises ValueError for
+    reg_q or parts without own_out, and for other columns than 0 and 64."""
+
+    groups: int
+    keys: int
+    stages: int
+    turns: bool
+    late: bool
+    early: bool
+    pairs: bool
+    own_out: bool
+    columns: int = 0
+    kept: bool = False
+    halved: bool = False
+    queries: int = 1
+    reg_q: bool = False
+    parts: int = 1
+    in_turn: bool = True
+    lazy: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.own_out and (self.reg_q or self.parts > 1):
+            raise ValueError("reg_q and parts need own_out: the next queries come to where the output would be staged")
+        if self.columns not in (0, 64):
+            raise ValueError(f"columns is {self.columns}, but must be 0 (all) or 64")
 
 
 # Small problems for the variants' canaries: each form of the kernels' loops once, by lengths and Triton's release.

@@ -168,6 +168,10 @@ class Variant:
         """Return numbers that follow from the problem's sizes, for plans; the compiled code has none. Pure."""
         return {}
 
+    def orders(self, problem: Problem, target: Target) -> bool:
+        """Return whether it alone may compute such rows under invariant=True: another path has other bits. Pure."""
+        return False
+
     def defers_to_core(self, problem: Problem) -> str:
         """Return why the core is better for a problem that it takes, unless the caller names it; else empty. Pure."""
         return ""

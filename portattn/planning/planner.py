@@ -32,7 +32,7 @@ from portattn.planning.core_path import (
     timed_with_another,
 )
 from portattn.planning.data_files import has_arches
-from portattn.planning.kernel_specs import CORES, varies
+from portattn.planning.kernel_specs import CORES, ONE_ORDER, varies
 from portattn.planning.registry import Registry
 from portattn.schema.compile_record import NO_RECORDS, CompileRecords
 from portattn.schema.ops import ROWS
@@ -88,6 +88,8 @@ def choose_variant(
         notes += (UNTIMED,)
     elif schedule and timed_with != str(target.toolchain):
         notes += (timed_with_another(timed_with, target),)
+    if problem.invariant:
+        notes += (f"{ONE_ORDER}: key tiles of one size, keys not split, in every operation of this kernel",)
     return VariantChoice(schedule=schedule | variant.sizes(problem), quirks=cautions, notes=notes, key=key)
 
 
@@ -144,6 +146,7 @@ TAKES = {
 }
 
 
+OTHER_BITS = "backend='triton' in every call: the core's bits are others"
 REFERENCE = "reference"
 GROUPS = ("auto", "vendor", REFERENCE)  # values of `backend` that name no single accelerated path
 
@@ -178,6 +181,7 @@ class Path:
     extra: bool = False  # a later path covers all that this one does: passing it over is no fall-back
     # Why a later path is better for a problem that this one can run; else empty.
     defers: Callable[[Problem], str] = lambda problem: ""
+    orders: Callable[[Problem, Target], bool] = lambda problem, target: False  # Variant.orders
 
 
 def _variant(variant: Variant) -> Path:
@@ -185,7 +189,7 @@ def _variant(variant: Variant) -> Path:
         taken = choose_variant(variant, asked.problem, asked.target, asked.registry, asked.records, asked.settings)
         return asked.plan(variant.name, needs=variant.needs, **_trained(variant.name, asked, _fields(taken)))
 
-    return Path(variant.name, plan, extra=True, defers=variant.defers_to_core)
+    return Path(variant.name, plan, extra=True, defers=variant.defers_to_core, orders=variant.orders)
 
 
 def _core(name: str) -> Path:
@@ -371,7 +375,8 @@ def plan(
     settings = settings or Settings()
     registry.overrides(settings.quirks)  # a misspelt id is an error on every path
     if settings.invariant and problem.sums:
-        problem = msgspec.structs.replace(problem, invariant=True)
+        whole = 0 if problem.num_splits == 1 else problem.num_splits  # keys are not split: no demand of its own
+        problem = msgspec.structs.replace(problem, invariant=True, num_splits=whole)
     asked = PlanRequest(problem, target, registry, records, settings)
     automatic = settings.backend == "auto"
     core = registry.backends[target.backend].core_path
@@ -389,6 +394,9 @@ def plan(
             made = path.plan(asked)
         except PathRejection as refused:
             no = refused.rejection
+            if automatic and path.orders(problem, target):
+                first = f"{problem.op}: {path.name} sums such rows, in one order (invariant=True), and cannot here"
+                raise PathUnavailable(first, [msgspec.structs.replace(no, hint=no.hint or OTHER_BITS)]) from None
             if deferred is not None and not path.extra:
                 return msgspec.structs.replace(deferred, notes=(*deferred.notes, no.note()))
             if path.extra and automatic:

@@ -288,6 +288,8 @@ def planned(target: Any, **fields: Any) -> Plan:
 
 
 def deciding(made: Plan) -> tuple[Any, ...]:
+    if made.lowering is None:
+        return made.path, *(made.schedule[name] for name in ("width", "keys", "lazy", "columns", "halved", "splits"))
     lowering, launch = made.specialised
     choices = {name: getattr(lowering, name) for name in ("exp", "mask_value", "dot_precision", "warps", "unpack")}
     values = {name: launch.get(name) for name in DECIDING - choices.keys()}
@@ -341,16 +343,55 @@ def test_a_quirk_of_one_operation_is_a_quirk_of_all() -> None:
 
 
 def test_a_plan_says_what_it_keeps_and_why_other_paths_cannot() -> None:
-    made = planned(portattn.target("h100", "triton==3.6.0"), op="attention")
+    target = portattn.target("h100", "triton==3.6.0")
+    made = planned(target, op="attention")
     text = made.explain()
-    assert "tiles of 64 rows and 64 keys for any sizes, keys not split" in text
-    assert "not gluon_forward: it takes no invariant" in text
+    assert "summed in one order (invariant=True): key tiles of one size, keys not split" in text
     assert "invariant" in text.splitlines()[0]
-    free = plan(Problem(**SHAPE, dtype="bf16"), portattn.target("h100", "triton==3.6.0"))
+    free = plan(Problem(**SHAPE, dtype="bf16"), target)
     assert made.key != free.key
+    text = planned(target, op="attention", dtype="fp32").explain()
+    assert "tiles of 32 rows and 32 keys for any sizes, keys not split" in text
     settings = Settings(invariant=True, backend="sdpa")
     with pytest.raises(PathUnavailable, match="invariant: it cannot keep the order of keys"):
         plan(Problem(**SHAPE), portattn.target("h100", "triton==3.6.0"), settings=settings)
+
+
+@pytest.mark.parametrize("release", ["triton==3.6.0", "triton==3.8.0", "triton==3.9.0"])
+@pytest.mark.parametrize("width", [64, 72, 128, 256])
+@pytest.mark.parametrize("options", [{}, {"softcap": True}, {"sinks": True}, {"window_left": 70}])
+def test_a_chip_with_a_kernel_of_its_own_has_it_for_every_operation(
+    release: str, width: int, options: dict[str, Any]
+) -> None:
+    target = portattn.target("h100", release)
+    every = [{"op": op} | fields for op in SIZES for fields in SIZES[op]]
+    every.append({"op": "decode_attention", "seq_q": 1, "seqlens_k": True, "num_splits": 1})
+    found = {deciding(planned(target, head_dim=width, **fields | options)) for fields in every}
+    assert len(found) == 1
+    assert next(iter(found))[0] == "gluon_forward"
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"aligned": False}, "contiguous rows, bases and strides of 16 bytes"),
+        ({"op": "paged_attention", "seq_q": 1, "page_size": 8, "seqlens_k": True}, "multiple of 16 tokens, not 8"),
+    ],
+)
+def test_rows_of_such_a_kernel_do_not_get_the_bits_of_the_core(fields: dict[str, Any], reason: str) -> None:
+    target, problem = portattn.target("h100", "triton==3.6.0"), Problem(**SHAPE | {"dtype": "bf16"} | fields)
+    with pytest.raises(PathUnavailable, match=f"(?s)in one order.*{reason}.*backend='triton' in every call"):
+        plan(problem, target, settings=Settings(invariant=True))
+    assert plan(problem, target, settings=Settings(invariant=True, backend="triton")).path == "triton"
+    assert plan(problem, portattn.target("h100", "triton==3.4.0"), settings=Settings(invariant=True)).path == "triton"
+
+
+@pytest.mark.parametrize("option", ["tree_mask", "mask", "alibi_slopes", "leftpad_k", "kv_format"])
+def test_options_that_such_a_kernel_lacks_are_the_cores_in_every_operation(option: str) -> None:
+    fields: dict[str, Any] = {"kv_format": "e4m3", "kv_scales": "head"} if option == "kv_format" else {option: True}
+    if option in ("tree_mask", "kv_format"):
+        fields |= {"op": "decode_attention", "seq_q": 4, "seqlens_k": True}
+    assert planned(portattn.target("h100", "triton==3.6.0"), **fields).path == "triton"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ from support import Device, random_call
 from variantchip import assert_variant_right, device_for
 
 import portattn
-from portattn.backends.cuda.hopper_forward.variant import REGISTERS, ForwardVariant, Schedule, choice, launcher, width
+from portattn.backends.cuda.hopper_forward.variant import REGISTERS, ForwardVariant, choice, launcher, width
+from portattn.backends.cuda.schedules import Schedule
 from portattn.config import Settings
 from portattn.planning.planner import plan
 from portattn.planning.registry import parse_target

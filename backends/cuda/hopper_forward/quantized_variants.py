@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from portattn.backends.cuda.hopper_forward import GROUP_ROWS
-from portattn.backends.cuda.hopper_forward.variant import ForwardLauncher, ForwardVariant, Schedule, choice, width
+from portattn.backends.cuda.hopper_forward.variant import ForwardLauncher, ForwardVariant, choice, width
 from portattn.backends.cuda.launch_parts import make_descriptor, with_copies
-from portattn.backends.cuda.schedules import FP8_FORWARD, INT8_FORWARD, NEEDS
+from portattn.backends.cuda.schedules import FP8_FORWARD, INT8_FORWARD, NEEDS, Schedule
 from portattn.planning.kernel_specs import ceil_div
 from portattn.schema.lowering import FUSED, Step, StepLauncher
 from portattn.schema.plan import Rejection

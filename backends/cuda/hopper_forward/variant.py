@@ -13,7 +13,16 @@ import msgspec
 
 from portattn.backends.cuda.hopper_forward import GROUP_ROWS
 from portattn.backends.cuda.launch_parts import make_descriptor, merging, multiprocessors, with_copies
-from portattn.backends.cuda.schedules import FORWARD, NEEDS, TIMED_WITH, find_schedule, foreign, tuning
+from portattn.backends.cuda.schedules import (
+    FORWARD,
+    NEEDS,
+    TIMED_WITH,
+    Schedule,
+    described_by,
+    find_schedule,
+    foreign,
+    tuning,
+)
 from portattn.planning.backend import Variant
 from portattn.planning.kernel_specs import ceil_div, heads_together, occupied_tiles
 from portattn.planning.kernel_specs.base import split_cheapest
@@ -96,36 +105,6 @@ CORE_ROWS = 16
 FEW_TILES = 45  # tiles by cores, in per cent: with fewer the core, which splits keys, is faster than unsplit keys here
 
 
-class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the kernel is scheduled; tile_scheduler.Form describes the fields. in_turn: tiles of many heads in turn.
-
-    kept, halved, columns: of e4m3 operands alone (columns 0: all of a head); lazy: of any others. Raises ValueError for
-    reg_q or parts without own_out, and for other columns than 0 and 64."""
-
-    groups: int
-    keys: int
-    stages: int
-    turns: bool
-    late: bool
-    early: bool
-    pairs: bool
-    own_out: bool
-    columns: int = 0
-    kept: bool = False
-    halved: bool = False
-    queries: int = 1
-    reg_q: bool = False
-    parts: int = 1
-    in_turn: bool = True
-    lazy: bool = False
-
-    def __post_init__(self) -> None:
-        if not self.own_out and (self.reg_q or self.parts > 1):
-            raise ValueError("reg_q and parts need own_out: the next queries come to where the output would be staged")
-        if self.columns not in (0, 64):
-            raise ValueError(f"columns is {self.columns}, but must be 0 (all) or 64")
-
-
 # In a few words, for people.
 LEGEND = MappingProxyType(
     {
@@ -168,7 +147,7 @@ class ForwardVariant(Variant):
     takes = frozenset(
         {
             "causal", "causal_top_left", "window", "seqlens_q", "seqlens_k", "softcap", "sinks", "return_lse", "gqa",
-            "head_dim_v", "needs_grad", "packed", "kv_format", "tree_mask",
+            "head_dim_v", "needs_grad", "packed", "kv_format", "tree_mask", "invariant",
         }
     )  # fmt: skip
     arches = ("sm_90",)
@@ -204,6 +183,8 @@ class ForwardVariant(Variant):
             f"{', '.join(empty)} is 0: there is nothing to read through a descriptor": bool(empty),
             f"takes pages of a multiple of {PAGE_STEP} tokens, not {p.page_size}": p.page_size % PAGE_STEP != 0,
             "takes no tree mask with a window": p.tree_mask and p.window,
+            "takes neither tree masks nor quantised caches with invariant": p.invariant
+            and (p.tree_mask or p.kv_format != "as_q"),
             "has too many tiles of rows": tiles_of(p, 2 * GROUP_ROWS) > MOST_TILES,
         }
         reason = next((text for text, holds in reasons.items() if holds), None)
@@ -214,8 +195,16 @@ class ForwardVariant(Variant):
             reason = f"dequantizes caches for 2 consumers, not for the schedule's {chosen.schedule.groups}"
         return None if reason is None else Rejection(path=self.name, reason=reason)
 
+    def orders(self, problem: Problem, target: Target) -> bool:
+        """Return whether only the tensors' layout can keep it from such rows; sizes of 0 have none."""
+        fit = {"aligned": True, "page_size": PAGE_STEP if problem.page_size else 0}
+        compiles = problem.invariant and described_by(target.toolchain)
+        return compiles and self.rejects(msgspec.structs.replace(problem, **fit), target) is None
+
     def defers_to_core(self, problem: Problem) -> str:
         """Return the reason: few tiles or rows, or the tuning data's."""
+        if problem.invariant:
+            return ""
         p, rows = problem, problem.features()["rows"]
         whole = page_of(p) and p.head_dim_v not in WIDTHS
         if whole and 100 * _with_rows(p, 2 * GROUP_ROWS) < FEW_TILES * _arch().cores:
@@ -308,9 +297,17 @@ def _arch() -> Arch:
 def choice(
     problem: Problem, toolchain: Toolchain = TIMED_WITH, variant: str = ForwardVariant.name
 ) -> TimedSchedule | None:
-    """Return the first entry of the tuning data for this compiler with a schedule whose conditions hold."""
+    """Return the first entry of the tuning data for this compiler with a schedule whose conditions hold.
+
+    Under invariant=True it has what decides a row's bits from the head's width alone: keys of a tile, and `lazy`."""
     found = find_schedule(variant, _timed_as(problem), toolchain)
-    return None if found is None else TimedSchedule(schedule=msgspec.convert(found[0], Schedule), timed_with=found[1])
+    if found is None:
+        return None
+    schedule = msgspec.convert(found[0], Schedule)
+    if problem.invariant:
+        keys = WHOLE_TILES if width(problem.head_dim) < WIDTHS[-1] else WHOLE_TILES // 2
+        schedule = msgspec.structs.replace(schedule, keys=keys, lazy=False)
+    return TimedSchedule(schedule=schedule, timed_with=found[1])
 
 
 def _timed_as(p: Problem) -> Problem:
@@ -330,8 +327,8 @@ def steps_of(call: Call, schedule: Schedule) -> StepLauncher:
 
 
 def _splits(p: Problem, s: Schedule, cores: int) -> int:
-    if (p.packed and not page_of(p)) or p.head_dim_v not in WIDTHS:  # partial results have the kernel's width
-        return 1
+    if p.invariant or (p.packed and not page_of(p)) or p.head_dim_v not in WIDTHS:
+        return 1  # partial results have the kernel's width
     rows = GROUP_ROWS * s.groups
     tiles = _with_rows(p, rows)
     return split_count(tiles, ceil_div(_seen(p, rows // heads_of(p)), s.keys), cores)
