@@ -14,6 +14,7 @@ import torch
 from portattn.api import dispatch
 from portattn.api.execute import lookup, run_request
 from portattn.api.request import Request, request_from, settings_for
+from portattn.api.score_functions import made_once
 from portattn.api.torch_ops import SIGNATURES, OperatorSignature, arguments_of
 from portattn.config import Settings, current
 from portattn.errors import PathUnavailable
@@ -98,7 +99,7 @@ def gradients(
     summed = [_memory(name, tensors[own_place[name]], lse) if name in asked else None for name in _SUMMED]
     listed = way.listed(tensors, values) if way.lists_rows and lse.numel() else (None, None, None)
     lists = tensors[own_place["block_mask"]] if way.lists_queries else None
-    queries = None if lists is None else lists_by_key(lists)
+    queries = None if lists is None else made_once("by key", [lists], functools.partial(lists_by_key, lists))
     if lse.numel():
         # In the order of _MADE.
         made = out, lse, _rows(grad_out), grad_lse, *found.values(), *summed, *listed, queries

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from portattn.api.score_functions import cached_trace
+from portattn.api.score_functions import cached_trace, made_once
 from portattn.config import current
 from portattn.errors import ArgumentError, warn_caller
 from portattn.reference.dropout import block_mask
@@ -231,21 +231,29 @@ def block_tensors(
     if lists is not block_mask:
         _check_lengths(block_mask, rows, keys)
     checked = _is_checked(q, validate)
-    places = [_places("kv", lists.kv_num_blocks, lists.kv_indices, down, across, q, checked)]
+    given = [("kv", lists.kv_num_blocks, lists.kv_indices)]
     if (lists.full_kv_num_blocks is None) != (lists.full_kv_indices is None):
         raise ArgumentError(
             ATTENTION, "block_mask's full_kv_indices", lists.full_kv_indices, "goes with full_kv_num_blocks"
         )
     if lists.full_kv_num_blocks is not None:
-        places.append(_places("full_kv", lists.full_kv_num_blocks, lists.full_kv_indices, down, across, q, checked))
+        given.append(("full_kv", lists.full_kv_num_blocks, lists.full_kv_indices))
+    for name, counts, indices in given:
+        _check_list(name, counts, indices, down, q)
+    if lists.full_kv_num_blocks is not None:
         _check_same(lists.kv_num_blocks, lists.full_kv_num_blocks)
     if lists is not block_mask:
-        _check_heads(places, q.shape[0], q.shape[3 - axis])
+        _check_heads([counts for _, counts, _ in given], q.shape[0], q.shape[3 - axis])
         mask, mask_mod = _with_mod(block_mask, mask, mask_mod, q, rows, keys)
     decides = PART if mask_mod is not None else WHOLE
-    marks = [_map(place, down, across, mark) for place, mark in zip(places, (decides, WHOLE), strict=False)]
-    merged = marks[0] if len(marks) == 1 else torch.maximum(*marks)
-    return block_lists(merged, (rows, keys), size), mask, size, mask_mod
+
+    def make() -> torch.Tensor:
+        places = [_places(*each, across, checked) for each in given]
+        marks = [_map(place, down, across, mark) for place, mark in zip(places, (decides, WHOLE), strict=False)]
+        return block_lists(marks[0] if len(marks) == 1 else torch.maximum(*marks), (rows, keys), size)
+
+    tensors = [tensor for _, *pair in given for tensor in pair]
+    return made_once(("blocks", rows, keys, size, decides, checked), tensors, make), mask, size, mask_mod
 
 
 def _check_same(part: torch.Tensor, full: Any) -> None:
@@ -257,10 +265,10 @@ def _check_same(part: torch.Tensor, full: Any) -> None:
         raise ArgumentError(ATTENTION, "block_mask's full_kv_num_blocks.shape", tuple(full.shape), limit)
 
 
-def _check_heads(places: list[torch.Tensor], batch: int, heads: int) -> None:
+def _check_heads(lists: list[torch.Tensor], batch: int, heads: int) -> None:
     """Raise ArgumentError on the lists' batch and heads: the error about mask_mod's mask would name `mask`."""
     for axis, whose, most in ((0, "B", batch), (1, "Hq", heads)):
-        for given in (each.shape[axis] for each in places):
+        for given in (each.shape[axis] for each in lists):
             if given not in (1, most):
                 limit = "must be 1" if most == 1 else f"must be 1 or {most}"
                 raise ArgumentError(ATTENTION, f"block_mask's {whose}", given, limit)
@@ -321,10 +329,7 @@ def _check_values(name: str, counts: torch.Tensor, indices: torch.Tensor, across
         raise ArgumentError(ATTENTION, f"block_mask's {name}_indices", int(indices[wrong][0]), limit)
 
 
-def _places(
-    name: str, counts: Any, indices: Any, down: int, across: int, q: torch.Tensor, checked: bool
-) -> torch.Tensor:
-    """Return (B or 1, Hq or 1, R, most): the blocks that a list names, and -1 after them."""
+def _check_list(name: str, counts: Any, indices: Any, down: int, q: torch.Tensor) -> None:
     for what, tensor, ndim in ((f"{name}_num_blocks", counts, 3), (f"{name}_indices", indices, 4)):
         whose = f"block_mask's {what}"
         check_dense(ATTENTION, whose, tensor)
@@ -341,6 +346,10 @@ def _places(
     if counts.shape != indices.shape[:3]:
         limit = f"must be {tuple(counts.shape)} and one axis more, as {name}_num_blocks"
         raise ArgumentError(ATTENTION, f"block_mask's {name}_indices.shape", tuple(indices.shape), limit)
+
+
+def _places(name: str, counts: torch.Tensor, indices: torch.Tensor, across: int, checked: bool) -> torch.Tensor:
+    """Return (B or 1, Hq or 1, R, most): the blocks that a list names, and -1 after them."""
     if checked and not any(map(torch._C._functorch.is_functorch_wrapped_tensor, (counts, indices))):
         _check_values(name, counts, indices, across)
     # Numbers after the count are arbitrary, and unchecked numbers before it too: _map skips numbers of no block.

@@ -13,7 +13,7 @@ import threading
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -344,6 +344,7 @@ def _text_of_code(op: str, name: str, function: types.FunctionType) -> str:
 leave_out("score functions", _traced, "portattn traces score_mod and mask_mod itself, outside the graph")
 
 _lists: OrderedDict[Any, tuple[list[Any], torch.Tensor]] = OrderedDict()
+_captured: dict[Any, torch.Tensor] = {}
 
 
 def mask_blocks(
@@ -371,23 +372,46 @@ def _cached_lists(text: str, captured: dict[str, Any], sizes: tuple[int, int, in
     tensors = [tensor for tensor in captured.values() if tensor is not None]
     program = score_program.parse(text)
     batch, heads = sizes[0] if program.uses("b") else 1, sizes[1] if program.uses("h") else 1
-    plain = all(type(t) in (torch.Tensor, torch.nn.Parameter) and not t.is_inference() for t in tensors)
-    key = None
-    if plain:  # `t.data = other` changes no version
-        key = (text, (batch, heads, *sizes[2:]), device, tuple((id(t), t._version, t.data_ptr()) for t in tensors))
+
+    def make() -> torch.Tensor:
+        return block_lists(block_marks(text, captured, sizes, (BLOCK, BLOCK), device), sizes[2:], (BLOCK, BLOCK))
+
+    return made_once((text, (batch, heads, *sizes[2:]), device), tensors, make)
+
+
+def made_once(key: Any, tensors: Sequence[torch.Tensor], make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Return `make()`, made once for a key until one of the tensors is written to; anew of tensors without versions.
+
+    A list that a graph captures is kept for good: the graph holds its address. A list made in a capture has its numbers
+    after a replay alone, and is not kept. Of the tensors themselves only weak references are held."""
+    if torch.compiler.is_compiling() or not all(map(_has_version, tensors)):
+        return make()
+    # `t.data = other` changes no version.
+    key = (key, tuple((id(t), t._version, t.data_ptr()) for t in tensors))
     with _lock:
         known = _lists.get(key)
-    if key is not None and known is not None and all(ref() is t for ref, t in zip(known[0], tensors, strict=True)):
+    if known is not None and all(ref() is t for ref, t in zip(known[0], tensors, strict=True)):
+        if _is_capturing(known[1].device):
+            _captured[key] = known[1]
         return known[1]
     with torch.no_grad():
-        marks = block_marks(text, captured, sizes, (BLOCK, BLOCK), device)
-        made = block_lists(marks, sizes[2:], (BLOCK, BLOCK))
-    if key is not None:
+        made = make()
+    if not _is_capturing(made.device):
         with _lock:
             _lists[key] = [weakref.ref(t) for t in tensors], made
             while len(_lists) > _MOST_LISTS:
                 _lists.popitem(last=False)
     return made
+
+
+def _has_version(tensor: torch.Tensor) -> bool:
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_inference()
+    return plain and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def _is_capturing(device: torch.device) -> bool:
+    asked = getattr(getattr(torch, device.type, None), "is_current_stream_capturing", bool)
+    return bool(asked())
 
 
 leave_out("block lists", _cached_lists, "portattn looks which blocks mask_mod hides outside the graph")

@@ -220,6 +220,8 @@ def _trained(name: str, asked: PlanRequest, fields: dict[str, Any]) -> dict[str,
             made = path.plan(gradients)
         except PathRejection as refused:
             no = refused.rejection
+            if requested == "auto" and path.orders(gradients.problem, asked.target):
+                break
             continue
         if requested != "auto" or not path.defers(gradients.problem):
             taken = made

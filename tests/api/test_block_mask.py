@@ -11,6 +11,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import portattn
 from portattn.api import masks as module
+from portattn.api import score_functions
 from portattn.api.signatures import request_of
 from portattn.api.torch_ops import arguments_of
 from portattn.launch import cache
@@ -355,3 +356,30 @@ def test_other_heads(batch: int, heads: int | None, text: str) -> None:
         q = Q if layout == "bhsd" else Q.transpose(1, 2)
         with pytest.raises(portattn.ArgumentError, match=f"^attention: {text}$"):
             portattn.attention(q, q, q, block_mask=mask, layout=layout)
+
+
+def test_lists_are_made_once_until_they_are_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    monkeypatch.setattr(module, "block_lists", lambda *given: made.append(1) or block_lists(*given))
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 64, 16).unbind(0)
+    mask = portattn.BlockMask(
+        torch.ones(1, 1, 4, dtype=torch.int32), torch.zeros(1, 1, 4, 1, dtype=torch.int32), block_size=(16, 16)
+    )
+    first = portattn.attention(q, k, v, block_mask=mask)
+    assert torch.equal(portattn.attention(q, k, v, block_mask=mask), first)
+    assert len(made) == 1
+    mask.kv_indices.fill_(1)
+    second = portattn.attention(q, k, v, block_mask=mask)
+    assert torch.allclose(second, portattn.attention(q, k[:, :, 16:32], v[:, :, 16:32]), atol=1e-5)
+    assert len(made) == 2
+    monkeypatch.setattr(score_functions, "_captured", {})
+    monkeypatch.setattr(score_functions, "_is_capturing", lambda device: True)
+    other = mask._replace(kv_indices=mask.kv_indices * 2)
+    for count in (3, 4):  # lists that a graph makes have no numbers outside of it
+        portattn.attention(q, k, v, block_mask=other)
+        assert len(made) == count
+    portattn.attention(q, k, v, block_mask=mask)
+    assert len(made) == 4
+    [(_, held)] = score_functions._captured.items()  # the graph has its address
+    assert held is next(reversed(score_functions._lists.values()))[1]

@@ -371,9 +371,25 @@ def test_a_chip_with_a_kernel_of_its_own_has_it_for_every_operation(
     assert next(iter(found))[0] == "gluon_forward"
 
 
+@pytest.mark.parametrize("causal", ["none", "bottom_right"])
+@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("op", ["attention_backward", "varlen_attention_backward"])
+def test_its_gradients_are_summed_in_an_order_that_no_size_decides(op: str, width: int, causal: str) -> None:
+    fields: dict[str, Any] = {"op": op, "head_dim": width, "causal": causal, "deterministic": True}
+    rows = [(3, 70, 9000), (1, 4096, 4096), (64, 300, 300), (500, 1, 40)]
+    found = set()
+    for batch, seq_q, seq_k in rows:
+        sizes = {"total_q": batch * seq_q, "total_k": batch * seq_k} if "varlen" in op else {}
+        sizes |= {"batch": batch, "seq_q": seq_q, "seq_k": seq_k}
+        made = planned(portattn.target("h100", "triton==3.6.0"), **fields | sizes)
+        found.add((made.path, made.schedule["keys"], made.schedule["messages"] > 0, made.schedule["turns"]))
+    assert found == {("gluon_backward", 64, False, False) if width == 256 else ("gluon_backward", 128, True, True)}
+
+
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
+        ({"aligned": False, "needs_grad": True}, "contiguous rows, bases and strides of 16 bytes"),
         ({"aligned": False}, "contiguous rows, bases and strides of 16 bytes"),
         ({"op": "paged_attention", "seq_q": 1, "page_size": 8, "seqlens_k": True}, "multiple of 16 tokens, not 8"),
     ],

@@ -11,7 +11,7 @@ import msgspec
 
 from portattn.backends.cuda.hopper_backward import STATISTICS_ROWS
 from portattn.backends.cuda.launch_parts import flat, make_descriptor, multiprocessors, with_copies
-from portattn.backends.cuda.schedules import BACKWARD, NEEDS, TIMED_WITH, find_schedule, foreign
+from portattn.backends.cuda.schedules import BACKWARD, NEEDS, TIMED_WITH, described_by, find_schedule, foreign
 from portattn.planning.backend import Variant
 from portattn.planning.kernel_specs import ceil_div, heads_together
 from portattn.schema.lowering import FUSED, Buffers, Step, StepLauncher
@@ -144,8 +144,9 @@ def choice(problem: Problem, toolchain: Toolchain) -> TimedBackwardSchedule:
         raise LookupError(f"gluon_backward has no schedule for {problem}: backends/cuda/tuning/sm_90.toml")
     schedule, timed_with = msgspec.convert(found[0], BackwardSchedule), found[1]
     if problem.deterministic and schedule.messages:
-        # Repeatable bit by bit: added in turns, or dK and dV with two buffers and dQ by its own kernel.
-        if in_turns(problem, schedule.keys):
+        # Repeatable bit by bit: added in turns, or dK and dV with two buffers and dQ by its own kernel, whose sums have
+        # other bits: under invariant=True sizes decide nothing.
+        if problem.invariant or in_turns(problem, schedule.keys):
             return TimedBackwardSchedule(msgspec.structs.replace(schedule, stagger=0, turns=True), "")
         return TimedBackwardSchedule(BackwardSchedule(keys=schedule.keys, stages=2, messages=0), "")
     return TimedBackwardSchedule(schedule, timed_with)
@@ -180,7 +181,7 @@ class BackwardVariant(Variant):
     takes = frozenset(
         {
             "causal", "causal_top_left", "window", "seqlens_q", "seqlens_k", "gqa", "head_dim_v", "grad_lse",
-            "deterministic", "negative_scale",
+            "deterministic", "negative_scale", "invariant",
         }
     )  # fmt: skip
     arches = ("sm_90",)
@@ -216,6 +217,11 @@ class BackwardVariant(Variant):
         }
         reason = next((text for text, holds in reasons.items() if holds), None)
         return None if reason is None else Rejection(path=self.name, reason=reason)
+
+    def orders(self, problem: Problem, target: Target) -> bool:
+        """Return whether only the tensors' layout can keep it from such gradients."""
+        compiles = problem.invariant and described_by(target.toolchain)
+        return compiles and self.rejects(msgspec.structs.replace(problem, aligned=True), target) is None
 
     def launcher(self, call: Call) -> Callable[[Mapping[str, Any]], None]:
         """Return a function that runs calls like this one, given the tensors by name; it fills `out` with delta."""
