@@ -119,19 +119,12 @@ CURES: dict[str, list[tuple[dict[str, Any], str, str, dict[str, Any] | None]]] =
          {"causal": "top_left"}),
         ({"causal": None}, "causal is None", "False", {"causal": False}),
         ({"dropout_p": None}, "dropout_p is None", "0.0 drops nothing", {"dropout_p": 0.0}),
-        ({"dropout_p": 1.0}, "dropout_p is 1.0", "in [0, 1)", None),
         ({"q": zeros(2, 4, 5, 16).double()}, "q.dtype is torch.float64", "float()", {"q": zeros(2, 4, 5, 16)}),
-        ({"q": zeros(2, 4, 5, 16, dtype=I64)}, "q.dtype is torch.int64", "torch.float32", None),
         ({"q": zeros(5, 16)}, "q.ndim is 2", "q[None, None]", {"q": zeros(2, 4, 5, 16)}),
         ({"q": zeros(4, 5, 16)}, "q.ndim is 3", "q[None]", {"q": zeros(2, 4, 5, 16)}),
         ({"k": np.zeros((2, 2, 7, 16), np.float32)}, "k is 'ndarray'", "torch.from_numpy(k)",
          {"k": zeros(2, 2, 7, 16)}),
         ({"q": [[1.0]]}, "q is 'list'", "torch.tensor(q)", None),
-        ({"k": zeros(2, 2, 7, 16).half()}, "k.dtype is torch.float16", "must be q's, torch.float32",
-         {"k": zeros(2, 2, 7, 16)}),
-        ({"k": zeros(2, 2, 7, 16, device="meta")}, "k.device is 'meta'", "must be q's, cpu", None),
-        ({"q": zeros(2, 8, 16, 16), "k": zeros(2, 3, 16, 16), "v": zeros(2, 3, 16, 16)}, "heads_q is 8",
-         "a multiple of the 3 key/value heads (heads_k)", None),
         ({"scale": torch.tensor(0.5, requires_grad=True)}, "scale.requires_grad is True", "multiply q", {"scale": 1.0}),
         ({"scale": torch.ones(4)}, "scale is tensor(", "must be one finite number", None),
         # flash_attn
@@ -160,7 +153,6 @@ CURES: dict[str, list[tuple[dict[str, Any], str, str, dict[str, Any] | None]]] =
          {"seqlens_k": int32(7, 3)}),
         ({"seqlens_k": int32(0, 7, 10)}, "seqlens_k.shape is (3,)", "seqlens_k.diff()",
          {"seqlens_k": int32(0, 7, 10).diff()}),
-        ({"seqlens_k": int32(8, 3)}, "seqlens_k[0] is 8", "in 0..7", None),
         # FlexAttention
         ({"mask": lambda b, h, i, j: i >= j}, "mask is 'function'", "block_mask=create_block_mask", None),
         ({"block_mask": lambda b, h, i, j: i >= j}, "block_mask is 'function'", "create_block_mask(block_mask", None),
@@ -178,11 +170,7 @@ CURES: dict[str, list[tuple[dict[str, Any], str, str, dict[str, Any] | None]]] =
         ({"cu_seqlens_q": [0, 4, 9]}, "cu_seqlens_q is 'list'", "torch.tensor(cu_seqlens_q, dtype=torch.int32",
          {"cu_seqlens_q": int32(0, 4, 9)}),
         ({"cu_seqlens_q": int32(4, 5, 9)}, "cu_seqlens_q[0] is 4", "must be 0", {"cu_seqlens_q": int32(0, 4, 9)}),
-        ({"cu_seqlens_k": zeros(3, dtype=I32, device="meta")}, "cu_seqlens_k.device is 'meta'", "must be q's, cpu",
-         None),
-        ({"cu_seqlens_k": int32(0, 5, 20)}, "cu_seqlens_k[2] is 20", "the packed rows, 12", None),
         ({"max_seqlen_q": torch.tensor(5)}, "max_seqlen_q is tensor(5)", "int(max_seqlen_q)", {"max_seqlen_q": 5}),
-        ({"max_seqlen_q": 4}, "cu_seqlens_q[2] - cu_seqlens_q[1] is 5", "max_seqlen_q, 4", {"max_seqlen_q": 5}),
         ({"q": zeros(2, 4, 5, 16)}, "q.ndim is 4", "are attention's", None),
     ],
     "paged_attention": [
@@ -198,7 +186,6 @@ CURES: dict[str, list[tuple[dict[str, Any], str, str, dict[str, Any] | None]]] =
          {"page_table": zeros(2, 3, dtype=I32)}),
         ({"page_table": zeros(6, dtype=I32)}, "page_table is (6,)", "PageTable.from_csr", None),
         ({"q": zeros(2, 4, 16)}, "q.ndim is 3", "cu_seqlens_q", None),
-        ({"seqlens_k": None}, "seqlens_k is None", "shape (batch,)", None),
     ],
 }  # fmt: skip
 
