@@ -2,8 +2,8 @@
 
     pytest tests/engines/vllm --engine-report docs/engines
 
-writes docs/engines/vllm-<version>.json, of which scripts/engine_page.py makes docs/engines.md. It is written for a
-whole folder alone, never for tests that -k or a node's name selects.
+writes docs/engines/vllm-<version>.json, of which docs/engines.md has a row. It is written for a whole folder alone,
+never for tests that -k or a node's name selects.
 
 An engine's own conftest.py imports the engine inside fixtures: pytest loads it before the folder can be skipped.
 """
