@@ -79,7 +79,7 @@ COMMANDS = {
     "doctor": ("portattn.cli.doctor:doctor", "What is installed here, what works, and which quirks apply."),
     "plan": ("portattn.cli.plan:plan", "How a problem would run on any target, and why."),
     "context-parallel": (
-        "portattn.cli.context_parallel:context_parallel",
+        "portattn.cli.plan:context_parallel",
         "What attention over several GPUs costs each of them, and a model of its time.",
     ),
     "quirks": ("portattn.cli.quirks:quirks", "Known compiler bugs and limits: list, why, audit, new, probe, …"),

@@ -124,6 +124,17 @@ def shape(op: str, option: str, text: str) -> tuple[int, int, int, int]:
     return batch, heads, seq, dim
 
 
+def window_sides(op: str, text: str) -> tuple[int, int]:
+    """Read the value of --window, "127,0"; -1 is no limit. Raises ArgumentError."""
+    try:
+        left, right = (int(part) for part in text.split(","))
+    except ValueError:
+        left = right = problem_limits.UNLIMITED - 1
+    if min(left, right) < problem_limits.UNLIMITED:
+        raise ArgumentError(op, "--window", text, "must be L,R, whole numbers from -1 (no limit) on, as in 127,0")
+    return left, right
+
+
 def problem_from(
     op: str, q: str, kv: str, dv: int | None, dtype: str, causal: str | None, window: str | None, chunk: int | None,
     lse: bool, unaligned: bool, unaligned_words: bool, pages_apart: bool, block_size: int | None, **given: Any,
@@ -252,13 +263,8 @@ def _masked(op: str, causal: str | None, window: str | None, chunk: int | None, 
         raise ArgumentError(op, "--causal", causal, f"must be one of {', '.join(CAUSAL)}, or stand alone")
     left = right = problem_limits.UNLIMITED
     if window is not None:
-        try:
-            left, right = (int(part) for part in window.split(","))
-        except ValueError:
-            left = problem_limits.UNLIMITED - 1
-        if min(left, right) < problem_limits.UNLIMITED:
-            raise ArgumentError(op, "--window", window, "must be L,R, whole numbers from -1 (no limit) on, as in 127,0")
-        left, right = (problem_limits.UNLIMITED if side >= rows + keys else side for side in (left, right))
+        sides = window_sides(op, window)
+        left, right = (problem_limits.UNLIMITED if side >= rows + keys else side for side in sides)
     if chunk is not None and chunk < 1:
         raise ArgumentError(op, "--chunk", chunk, "must be 1 or more")
     if alignment == "none" and right == 0:
