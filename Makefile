@@ -16,13 +16,15 @@ else
   PY := $(VENV)/bin/python
   READY := $(VENV)/.ready
 endif
+# What the demo needs alone, where the whole environment has not been made.
+DEMO_READY := $(if $(wildcard $(READY)),$(READY),$(READY:.ready=.demo-ready))
 
 .PHONY: demo test test-all slice engines forms fuzz mutants lint bench bench-docs site site-version package hub clean
 
 # The demo's problems: of the quick set one for each operation, on every chip. DEMO='*' makes the whole quick set.
 DEMO ?= dense causal fp16*,varlen_attention,*_backward,decode_attention,paged_attention,sparse_attention,mla_attention,append_kv,write_pages
 
-demo: $(READY)
+demo: $(DEMO_READY)
 	$(PY) -m portattn doctor
 	$(PY) -m portattn matrix run --quick --ops '$(DEMO)' --jobs $(JOBS) --out $(MATRIX)
 	$(PY) -m portattn matrix report $(MATRIX)
@@ -141,10 +143,12 @@ package: $(READY)
 	cd / && "$(CURDIR)/.package/bin/portattn" doctor
 	cd / && "$(CURDIR)/.package/bin/portattn" quirks audit
 
-$(VENV)/.ready: pyproject.toml constraints.txt
+$(VENV)/.ready: EXTRAS := tools,test,lint,package,docs,transformers
+$(VENV)/.demo-ready: EXTRAS := tools,triton
+$(VENV)/.ready $(VENV)/.demo-ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install -q -c constraints.txt setuptools wheel torch triton
-	$(VENV)/bin/python -m pip install -q --no-build-isolation -c constraints.txt -e '.[tools,test,lint,package,docs,transformers]'
+	$(VENV)/bin/python -m pip install -q --no-build-isolation -c constraints.txt -e '.[$(EXTRAS)]'
 	touch $@
 
 # An existing Python with torch, Triton and portattn's other dependencies: only portattn itself is linked in, nothing is fetched.

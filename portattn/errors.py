@@ -48,7 +48,9 @@ class ArgumentError(PortattnError, ValueError):
 
     def __init__(self, op: str, argument: str, value: object, limit: str) -> None:
         self.op, self.argument, self.value, self.limit = op, argument, value, limit
-        self.args = (f"{op}: {argument} is {value!r}, but {limit}",)  # dynamo does not trace super().__init__ here
+        # Of an option of the command line None is no value that somebody has given.
+        shown = "" if value is None and argument.startswith("--") else f" is {value!r}, but"
+        self.args = (f"{op}: {argument}{shown} {limit}",)  # dynamo does not trace super().__init__ here
 
     def __reduce__(self) -> tuple[Any, ...]:  # as in all that are made of other things than their text: pools pickle
         return type(self), (self.op, self.argument, self.value, self.limit)

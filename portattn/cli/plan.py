@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from portattn.schema.target import Target
     from portattn.testing.bound import LowerBound
 
+LOWERING = "docs/lowering.md explains the fields of a lowering"
 BOUND_SECONDS = 240.0  # that the compiler of a bound may take
 
 
@@ -54,7 +55,7 @@ BOUND_SECONDS = 240.0  # that the compiler of a bound may take
     ("--start", {"multiple": True, "metavar": "NAME=VALUE,…"},
      "Launch values, compiler options and choices of lowering that replace the arch's tuning, as in a quirk's probe."),
     ("--bound bounded", FLAG, "Compile the portable core, and say the least time that its code can take on the chip."),
-    ("--legend explained", FLAG, "Say what the names in a schedule mean."),
+    ("--legend explained", FLAG, "Say what the names in a schedule mean, and where those of a lowering are explained."),
 )  # fmt: skip
 @output.json_option
 def plan(
@@ -106,6 +107,8 @@ def plan(
         told = [f"\n{least.explain()}" for least in bounds] or [""] * len(made)
         click.echo("\n\n".join(one.explain() + more for one, more in zip(made, told, strict=True)))
         lines = display_text.of_plans(made)
+        if any(one.lowering for one in made):
+            lines += [LOWERING] * explained
         for line in lines if explained or not lines else ["--legend says what the names in a schedule mean"]:
             click.echo(f"  {line}")
 

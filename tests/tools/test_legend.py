@@ -58,6 +58,7 @@ def test_plans_are_followed_by_what_the_names_mean_where_that_is_asked_for_but_f
         plain = called(*line, "--backend", "triton", *more)  # which has no schedule
         assert "--legend" not in plain
         assert "columns that heads" not in plain
+        assert plain.endswith("  docs/lowering.md explains the fields of a lowering\n") is bool(more)
 
 
 def test_plans_of_several_chips_have_it_once_and_lines_are_no_wider_than_a_terminal() -> None:
