@@ -1,6 +1,5 @@
 """`portattn doctor`: installed and working parts, warnings, real calls; a part's failure becomes a line."""
 
-import functools
 import os
 import platform
 import sys
@@ -24,17 +23,13 @@ from portattn.planning.kernel_specs import KERNEL_NAMES
 from portattn.planning.planner import plan
 from portattn.planning.registry import Registry, devices, own_backends, parse_target
 from portattn.schema import compilers as known_compilers
-from portattn.schema.plan import Plan
 from portattn.schema.problem import Problem
-from portattn.schema.target import Target
 from portattn.schema.toolchain import installed_beside, installed_toolchain, owners
 from portattn.source_tree import install_extra
 from portattn.testing.canary import CASES
-from portattn.testing.executor import COMPARE, Interpreter, arches, executors, request_of
+from portattn.testing.executor import COMPARE, Interpreter, request_of
 from portattn.testing.findings import Numerics, figure, numerics
-from portattn.tools import lab
 from portattn.tools.matrix.provenance import installed_packages
-from portattn.tools.param_types import check_known, options
 from portattn.version import __version__
 from portattn.worker.client import Worker
 
@@ -72,27 +67,14 @@ def _check_of(name: str, seen: Numerics | str) -> Check:
     return Check(name=name, outcome=outcome, detail=figure(seen), error=seen.error, budget=seen.budget)
 
 
-def _planned(target: Target, backend: str) -> Plan:
-    return plan(PROBLEM, target, settings=msgspec.structs.replace(current(), backend=backend, quirks=""))
-
-
 def interpreter_check(seconds: float) -> list[Check]:
     interpreter = Interpreter(seconds)
     seen: Numerics | str = interpreter.missing
     if not seen:
         with Worker(runs="interpreter") as worker:
-            seen = interpreter.check(_planned(parse_target("cpu:generic"), "interpreter"), worker)
+            settings = msgspec.structs.replace(current(), backend="interpreter", quirks="")
+            seen = interpreter.check(plan(PROBLEM, parse_target("cpu:generic"), settings=settings), worker)
     return [_check_of("interpreter, dense_forward", seen)]
-
-
-def emulated_check(arch: str, seconds: float) -> list[Check]:
-    target = parse_target(f"{arches('emulated')[arch]}:{arch}")
-    emulated = executors(target.backend, seconds)["emulated"]
-    seen: Numerics | str = emulated.lacks(target)
-    if not seen:
-        with lab.worker(str(target.toolchain)) as compiling, Worker(runs="kernels") as running:
-            seen = emulated.check(_planned(target, "auto"), target, compiling, running)
-    return [_check_of(f"{target}, machine code in a model", seen)]
 
 
 CALL_SECONDS = 180.0  # limit of one real call: a first compile may be part of it
@@ -129,8 +111,8 @@ class DoctorReport(msgspec.Struct, frozen=True, kw_only=True):
         return not any(s.error or s.errors for s in self.sections) and not any(c.outcome == "FAIL" for c in self.checks)
 
 
-def examine(say: Callable[[str], None], emulate: str = "") -> DoctorReport:
-    """Make the report; `say` gets the current step; emulate: an AMD arch to run in its model too. Never raises."""
+def examine(say: Callable[[str], None]) -> DoctorReport:
+    """Make the report; `say` gets the current step. Never raises."""
     probes: dict[str, Callable[[], Section]] = {
         "versions": versions, "toolchain": toolchain, "compilers": compilers, "backends": backends,
         "settings": settings, "cache": cache, "launches": launches, "quirks that apply here": quirks,
@@ -146,7 +128,7 @@ def examine(say: Callable[[str], None], emulate: str = "") -> DoctorReport:
             say(f"looking at {title}")
             section = probe_section(title, probe)
             sections.append(msgspec.structs.replace(section, error=_said(section.error, sections)))
-        checks = (msgspec.structs.replace(one, detail=_said(one.detail, sections)) for one in calls(say, emulate))
+        checks = (msgspec.structs.replace(one, detail=_said(one.detail, sections)) for one in calls(say))
         return DoctorReport(sections=tuple(sections), checks=tuple(checks))
 
 
@@ -304,11 +286,9 @@ def paths() -> Section:
     return _section("paths taken here", items, [f"falls back {at}: {', '.join(ops)}" for at, ops in fallen.items()])
 
 
-def calls(say: Callable[[str], None], emulate: str = "") -> list[Check]:
+def calls(say: Callable[[str], None]) -> list[Check]:
     found: list[Check] = []
     checks: dict[str, Callable[[float], list[Check]]] = {"devices": device_checks, "interpreter": interpreter_check}
-    if emulate:
-        checks[f"a model of {emulate}"] = functools.partial(emulated_check, emulate)
     for name, check in checks.items():
         say(f"calling attention: {name}")
         try:
@@ -322,9 +302,8 @@ COLOURS = {"PASS": "green", "FAIL": "red", "SKIP": "yellow"}
 
 
 @click.command()
-@options(("--emulate", {"metavar": "ARCH"}, "Also run a real kernel in the model of an AMD chip, such as gfx942."))
 @json_option
-def doctor(emulate: str | None, as_json: bool) -> None:
+def doctor(as_json: bool) -> None:
     """Report the toolchain, backends, settings, the quirks that apply here, and one real call per device.
 
     What cannot be found out is reported as such: one broken part never hides the rest.
@@ -333,9 +312,8 @@ def doctor(emulate: str | None, as_json: bool) -> None:
     no files, or an installed backend package is broken."""
     from rich.console import Console
 
-    check_known("doctor", "--emulate", [emulate], arches("emulated"))
     with Console(stderr=True).status("looking around") as status:
-        report = examine(lambda what: status.update(what), emulate or "")
+        report = examine(status.update)
     if as_json:
         emit_json(report)
     else:

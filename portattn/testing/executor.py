@@ -298,11 +298,6 @@ def lacks(name: str, target: Target, here: Sequence[Target] = ()) -> str:
     return f"nothing runs the code of {target.name} where it is not"
 
 
-def arches(name: str) -> dict[str, str]:
-    found = ((backend, executors(backend).get(name)) for backend in Registry.load().backends)
-    return {arch: backend for backend, one in found if one is not None for arch in one.arches}
-
-
 def analyst(target: Target) -> Executor | None:
     """Return the executor that reads the compiler's output for a target, if that is no machine code."""
     return next((one for one in executors(target.backend).values() if one.lowers_to), None)

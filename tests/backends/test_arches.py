@@ -25,7 +25,7 @@ from portattn.schema.lowering import DotPrecision
 from portattn.schema.quirk import LEVELS
 from portattn.schema.target import Arch
 from portattn.schema.toolchain import COMPONENTS, Toolchain, installed_toolchain
-from portattn.testing.executor import analyst, arches, executors, lacks
+from portattn.testing.executor import analyst, executors, lacks
 from portattn.tools.matrix.cells import Cell
 from portattn.worker.probe_harness import triton_target
 from portattn.worker.serve import TASK
@@ -308,7 +308,7 @@ def test_an_executor_s_names_lead_somewhere(backend: str) -> None:
 
 
 def test_executors_are_found_by_name() -> None:
-    assert set(arches("emulated").values()) == {"rocm"}
+    assert [backend for backend in BACKENDS if "emulated" in executors(backend)] == ["rocm"]
     assert not executors("cpu")
     found = [backend for backend in BACKENDS if any(one.lowers_to for one in executors(backend).values())]
     assert found == ["ascend"]
