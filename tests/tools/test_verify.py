@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from portattn.cli import main
-from portattn.tools import verify
-from portattn.tools.verify import RED, SENTENCES, Conclusion, VerificationRow, conclusion, variant_conclusion
+from portattn.cli import main, verify
+from portattn.cli.verify import DIFFERS, SENTENCES, Conclusion, VerificationRow, conclusion, variant_conclusion
 
 
 @pytest.mark.parametrize(
@@ -33,7 +32,7 @@ from portattn.tools.verify import RED, SENTENCES, Conclusion, VerificationRow, c
 def test_conclusion(outcomes: dict[str, str], said: str) -> None:
     assert conclusion(outcomes) == said
     assert said in SENTENCES
-    assert (said in RED) is (said not in ("agree", "unseen", "refused"))
+    assert (said in DIFFERS) is (said not in ("agree", "unseen", "refused"))
 
 
 @pytest.mark.parametrize(
@@ -47,7 +46,7 @@ def test_conclusion(outcomes: dict[str, str], said: str) -> None:
 def test_conclusion_about_a_variant(outcomes: dict[str, str], said: str) -> None:
     """No interpreter runs it, and the chip may be elsewhere: that it compiles is said, and is no number."""
     assert variant_conclusion(outcomes) == said
-    assert (said in RED) is (said in ("compiler", "unclear"))
+    assert (said in DIFFERS) is (said in ("compiler", "unclear"))
 
 
 ABSENT = "import sys; sys.modules['triton'] = None; from portattn.cli import main; main(prog_name='portattn')"
@@ -75,7 +74,7 @@ def test_status(monkeypatch: pytest.MonkeyPatch, verdicts: tuple[Conclusion, ...
             path="", verdict=verdict, sentence=SENTENCES[verdict])
         for verdict in verdicts
     ]  # fmt: skip
-    monkeypatch.setattr(verify, "verify", lambda *given: rows)
+    monkeypatch.setattr(verify, "verification_rows", lambda *given: rows)
     line = ["verify", "--target", "cuda:sm_90", "--toolchain", "triton==3.6.0"]
     assert click.testing.CliRunner().invoke(main, line).exit_code == status
     told = json.loads(click.testing.CliRunner().invoke(main, [*line, "--json"]).stdout)
@@ -87,7 +86,7 @@ def test_the_table_names_the_form_of_a_kernel(monkeypatch: pytest.MonkeyPatch) -
         op="decode_attention", problem="a decode", target="cuda:sm_90", toolchain="triton==3.6.0",
         kernel="decode_split", form="warps_apart", path="triton", verdict="unseen", sentence="",
     )  # fmt: skip
-    monkeypatch.setattr(verify, "verify", lambda *given: [row])
+    monkeypatch.setattr(verify, "verification_rows", lambda *given: [row])
     line = ["verify", "decode_attention", "--target", "cuda:sm_90", "--toolchain", "triton==3.6.0"]
     assert "decode_split, in its form warps_apart" in click.testing.CliRunner().invoke(main, line).stdout
 

@@ -64,8 +64,8 @@ class Checker(OracleGate):
         return Errors(worst, total / max(count, 1), self.budget)
 
 
-class Shares:
-    """Errors of a call's gradients: the largest of each segment of rows or keys, as a part of its budget."""
+class GradientChecker:
+    """Compare a candidate's gradients with float64: the largest error of each segment, as a part of its budget."""
 
     def __init__(self, case: Case, t: Tensors, call: Call) -> None:
         self.case, self.call, self.gate = case, call, GradientGate(case, t)
@@ -79,23 +79,11 @@ class Shares:
         head = torch.tensor(number, device=seed.device)
         return keep_mask(seed, self.case.dropout, head, rows[:, None], keys[None])
 
-    def of(self) -> tuple[float, float]:
-        """Return the largest and mean share of the gradients in the call's memory; infinite if one is not finite."""
+    def errors(self, _: torch.Tensor) -> Errors:
+        """Return the errors of the gradients in the call's memory; infinite if one is not finite."""
         found = (self.call.forward_out, *(getattr(self.call, name) for name in WRITTEN))
         results = {name: x[0].transpose(0, 1) if self.case.packed else x for name, x in zip(NAMES, found, strict=True)}
-        return self.gate.shares(results)
-
-
-class GradientChecker:
-    """Compare a candidate's gradients with float64. Errors are parts of their budgets, which are 1."""
-
-    def __init__(self, case: Case, t: Tensors, call: Call) -> None:
-        self._shares = Shares(case, t, call)
-
-    def errors(self, out: torch.Tensor) -> Errors:
-        """Return the gradients' errors; `out` is delta, an intermediate that is not judged."""
-        largest, mean = self._shares.of()
-        return Errors(largest, mean, self._shares.gate.budget)
+        return Errors(*self.gate.shares(results), self.gate.budget)
 
 
 def checker(case: Case, t: Tensors, call: Call) -> Checker | GradientChecker:
@@ -356,11 +344,7 @@ class Race:
                 if not self._spoiled(load, one, begun[one.choice.key]):
                     kept.append(one)
             left = kept
-        names = [load.name for load in self.of.workloads]
-        if not left:
-            return []
-        least = [min(one.times[name].median for one in left) for name in names]
-        return sorted(left, key=lambda one: race.mean_ratio([one.times[name].median for name in names], least))
+        return self.ranked(left)
 
     def say_all(self, entrant: Entrant, word: CandidateState, why: str = "") -> None:
         for load in self.of.workloads:

@@ -12,7 +12,7 @@ from portattn.tools.bench.tensors import Tensors
 from portattn.tools.tune.classes import call_of, classes, from_sets, parse, workload
 from portattn.tools.tune.core import combine_sweeps, swept
 from portattn.tools.tune.run import tunables
-from portattn.tools.tune.search import PreparedWorkload, Shares, facts_of, witnesses
+from portattn.tools.tune.search import GradientChecker, PreparedWorkload, facts_of, witnesses
 from portattn.tools.tune.tunable import BuiltCandidate, Choice, CompileResult, RunnableCandidate, compile_all, verdict
 
 SMALL = "attention_backward q=1,2,20,16 kv=1,1,37,16 dtype=fp16 causal"
@@ -52,12 +52,12 @@ def test_gradients_under_dropout_are_judged_with_the_mask_of_their_seed() -> Non
     t = Tensors.random(case, CPU)
     call = call_of(case, t)
     assert call.problem.dropout
-    judge = Shares(case, t, call)
+    judge, nothing = GradientChecker(case, t, call), torch.empty(0)
     blockwise.run_backward(call)
-    assert judge.of()[0] <= 1.0
+    assert judge.errors(nothing).largest <= 1.0
     call.dropout_seed = call.dropout_seed + 1
     blockwise.run_backward(call)
-    assert judge.of()[0] > 100.0
+    assert judge.errors(nothing).largest > 100.0
 
 
 def test_a_sweep_changes_one_kernel() -> None:

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from planted import planted as planted
 
 from portattn.backends.cuda.ptx_compat import PtxExecutor
-from portattn.cli import main
+from portattn.cli import main, verify
 from portattn.cli.matrix import _summary
 from portattn.cli.matrix_compare import counts
 from portattn.config import Settings
@@ -20,7 +20,6 @@ from portattn.planning.planner import plan
 from portattn.planning.registry import parse_target
 from portattn.testing import canary, executor
 from portattn.testing.findings import Numerics
-from portattn.tools import verify
 from portattn.tools.matrix import provenance, select
 from portattn.tools.matrix.cell_text import brief
 from portattn.tools.matrix.cells import Cell
@@ -230,7 +229,9 @@ def rows(monkeypatch, seen, *here, **options):
     monkeypatch.setattr(verify.Interpreter, "check", lambda *_: numbers("pass"))
     monkeypatch.setattr(verify.lab, "worker", lambda _: contextlib.nullcontext())
     said: list[str] = []
-    return list(verify.verify(["mla_attention"], target("cuda:sm_80"), Settings(), 5.0, said.append, **options))
+    return list(
+        verify.verification_rows(["mla_attention"], target("cuda:sm_80"), Settings(), 5.0, said.append, **options)
+    )
 
 
 def test_a_verified_row_says_level_and_label(monkeypatch):

@@ -15,6 +15,7 @@ from portattn import Problem, Target
 from portattn.backends.rocm.emulator.amdgpu import ARCHES
 from portattn.backends.rocm.emulator.amdgpu.coverage import count_mnemonics
 from portattn.backends.rocm.emulator.executor import EmulatorExecutor
+from portattn.cli.verify import verification_rows
 from portattn.config import Settings
 from portattn.launch import KernelCall
 from portattn.planning.planner import plan
@@ -24,7 +25,6 @@ from portattn.schema.toolchain import installed_toolchain
 from portattn.testing import canary
 from portattn.testing.findings import Numerics
 from portattn.tools.matrix.problems import full
-from portattn.tools.verify import verify
 from portattn.worker.client import Reply, Worker
 
 pytestmark = [pytest.mark.compiles, pytest.mark.skipif(support.TRITON is None, reason="Triton is not installed")]
@@ -179,7 +179,7 @@ def test_a_canary_by_both_means(arch: str) -> None:
     if lacks := EmulatorExecutor(60.0).lacks(target):
         pytest.skip(lacks)
     said: list[str] = []
-    rows = list(verify(["sparse_attention"], target, Settings(), 120.0, said.append, emulate=True))
+    rows = list(verification_rows(["sparse_attention"], target, Settings(), 120.0, said.append, emulate=True))
     assert len(rows) == len(said) == 2
     for row in rows:
         assert row.seen["emulated"].outcome == "pass", row.seen["emulated"].reason
