@@ -4,7 +4,7 @@ With `--verification` it prints the probes' results, quirks × toolchains. The s
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -111,15 +111,7 @@ def _said(quirk: Quirk) -> dict[str, str]:
     return said
 
 
-def main(arguments: Sequence[str] = ()) -> None:
-    """Write a page about the shipped registry to standard output: the catalogue, or the verification."""
-    if list(arguments) == ["--verification"]:
-        sys.stdout.write(render_verification(Registry.load()))
-    elif arguments:
-        sys.exit(f"quirk_pages.py: {' '.join(arguments)!r} is not --verification")
-    else:
-        sys.stdout.write(render(Registry.load().quirks.values(), load_left_out()))
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    known = Registry.load()
+    by_entry = render(known.quirks.values(), load_left_out())
+    sys.stdout.write(render_verification(known) if "--verification" in sys.argv[1:] else by_entry)

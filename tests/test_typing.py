@@ -16,15 +16,14 @@ from types import FunctionType
 import pytest
 from places import ROOT
 
+FLASH = (
+    "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func", "flash_attn_with_kvcache",
+)  # fmt: skip
 FUNCTIONS = {
     "portattn": ("attention", "varlen_attention", "decode_attention", "paged_attention", "sparse_attention",
                  "block_sparse_attention", "mla_attention"),
-    "portattn.integrations.flash_attn": ("flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func",
-        "flash_attn_varlen_func", "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func",
-        "flash_attn_with_kvcache"),
-    "portattn.integrations.flash_attn.flash_attn_interface": ("flash_attn_func", "flash_attn_kvpacked_func",
-        "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_varlen_kvpacked_func",
-        "flash_attn_varlen_qkvpacked_func", "flash_attn_with_kvcache"),
+    "portattn.integrations.flash_attn": FLASH, "portattn.integrations.flash_attn.flash_attn_interface": FLASH,
     "portattn.integrations.flash_attn_interface": ("flash_attn_func", "flash_attn_qkvpacked_func",
         "flash_attn_varlen_func", "flash_attn_with_kvcache"),
     "portattn.distributed": ("ContextParallel.attention", "ContextParallel.varlen_attention",

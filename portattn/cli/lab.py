@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import datetime
-import functools
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from portattn.cli import INTERRUPTED, RED
-from portattn.cli.output import emit_json, json_option, plural, table
+from portattn.cli.output import emit_json, json_option, plural, status, table
 from portattn.errors import ArgumentError
 from portattn.tools import param_types
 
 if TYPE_CHECKING:
-    from rich.progress import TaskID
-
     from portattn.tools.lab import Environment, ToolchainState
 
 
@@ -103,35 +100,22 @@ def create_or_fail(names: list[str]) -> None:
 
 def create_all(names: list[str], python: str | None = None) -> tuple[list[Environment], dict[str, str]]:
     """Make environments with progress; return the made ones, and the others' error texts by name."""
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
     from portattn.tools.lab import LabError, creating
 
-    made: dict[str, Environment] = {}
+    made: list[Environment] = []
     failed: dict[str, str] = {}
-    console = Console(stderr=True)
-    columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
-    with Progress(*columns, console=console, disable=not console.is_terminal) as shown:
-
-        def tell(task: TaskID, name: str, text: str, completed: int = 0) -> None:
-            if console.is_terminal:
-                shown.update(task, completed=completed, description=f"{name}: {text[:100]}")
-            else:
-                click.echo(f"{name}: {text}", err=True)
-
+    with status("making environments") as say:
         for name in names:
-            told = functools.partial(tell, shown.add_task(name, total=1), name)
             try:
-                made[name] = creating.create(name, told, python=python)
-                told("ready", 1)
+                made.append(creating.create(name, lambda text, name=name: say(f"{name}: {text}"), python=python))  # type: ignore[misc]
+                say(f"{name}: ready")
             except LabError as error:
                 failed[name] = str(error)
-                told("failed", 1)
+                say(f"{name}: failed")
             except KeyboardInterrupt:
                 click.echo("interrupted; nothing half made is left", err=True)
                 raise click.exceptions.Exit(INTERRUPTED) from None
-    return list(made.values()), failed
+    return made, failed
 
 
 def _row(state: ToolchainState) -> tuple[str, ...]:

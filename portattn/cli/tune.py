@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from portattn.cli import INTERRUPTED, RED
-from portattn.cli.output import emit_json, json_option, table, target_option, toolchain_option
+from portattn.cli.output import ProgressCounter, emit_json, json_option, table, target_option, toolchain_option
 from portattn.errors import ArgumentError
 from portattn.schema.tuning import TIMED_SPILLS
 from portattn.tools import param_types
@@ -54,31 +54,24 @@ def _legend(classes: list[Class]) -> None:
         click.echo(line)
 
 
-class SearchProgress:
+class SearchProgress(ProgressCounter):
     """Progress on standard error; a line a finished step if it is no terminal."""
 
     def __init__(self) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-        self.console = Console(stderr=True, highlight=False)
-        self.bar = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-            console=self.console, disable=not self.console.is_terminal,
-        )  # fmt: skip
-        self._task: Any = None
+        super().__init__(0, 0, "tune")
 
     def begin(self, what: str, steps: int) -> None:
-        self._task = self.bar.add_task(what, total=steps)
-        if not self.console.is_terminal and steps:
+        if self._bar is not None:
+            self._bar.reset(self._task, total=steps, description=what)
+        elif steps:
             click.echo(f"{what}: {steps}", err=True)
 
     def note(self, record: Record) -> None:
         from portattn.tools.tune.log import row, sentence
         from portattn.tools.tune.records import QUIET, CandidateRecord, CodeRecord, Outcome
 
-        if isinstance(record, CodeRecord | Outcome) and self._task is not None:
-            self.bar.update(self._task, advance=1)
+        if isinstance(record, CodeRecord | Outcome) and self._bar is not None:
+            self._bar.advance(self._task)
         if isinstance(record, Outcome):
             self._say(f"{record.name}: {sentence(record)}")
         elif isinstance(record, CandidateRecord) and record.verdict not in QUIET:
@@ -87,7 +80,7 @@ class SearchProgress:
     def _say(self, line: str) -> None:
         from rich.text import Text
 
-        self.console.print(Text(line)) if self.console.is_terminal else click.echo(line, err=True)
+        self._bar.console.print(Text(line)) if self._bar is not None else click.echo(line, err=True)
 
 
 def tell(
@@ -231,8 +224,7 @@ def tune(
         file = TuningFile(path, base, made, backend)
         written = [one.name for one in chosen if one.name in history.done and file.put(one, history.done[one.name])]
         ended = ""
-        progress = SearchProgress()
-        with progress.bar:
+        with SearchProgress() as progress:
 
             def note(record: Record) -> None:
                 log.append(record)

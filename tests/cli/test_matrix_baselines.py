@@ -69,6 +69,9 @@ def test_an_interrupted_run_is_no_baseline(portattn, folder, amd, tmp_path):
         assert "--baseline" in called.err
         assert "it was interrupted, and lacks 1 cell" in called.err
     assert not (tmp_path / "out").exists()
+    refused = portattn("matrix", "baseline", old, str(tmp_path / "b.toml"), exits=2)
+    assert "it was interrupted, and lacks 1 cell" in refused.err
+    assert not (tmp_path / "b.toml").exists()
 
 
 def test_a_diff_does_not_take_an_interrupted_run_for_a_part(portattn, folder, amd):

@@ -8,7 +8,6 @@ import msgspec
 import pytest
 from quirk_files import plant
 
-from portattn.cli import output
 from portattn.planning.quirk_files import load_quirk
 from portattn.planning.registry import Registry
 from portattn.schema.toolchain import installed_toolchain
@@ -153,22 +152,6 @@ def test_runs_of_several_machines_are_merged_and_kept(portattn, made, tmp_path):
     again = portattn("matrix", "site", str(tmp_path / "all"), "--out", str(tmp_path / "site"))
     assert again.status == 1, "the site of the merged run shows the conflict, too"
     assert "CONFLICT cuda:sm_90" in again.out
-
-
-def test_a_baseline_of_a_run_that_is_not_whole_is_refused(portattn, made, tmp_path, monkeypatch):
-    count = output.ProgressCounter.matrix_cell
-
-    def interrupted(self, cell):
-        count(self, cell)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(output.ProgressCounter, "matrix_cell", interrupted)
-    assert made(tmp_path, "sm_90,gfx942", "--jobs", "1").status == 130
-    called = portattn("matrix", "baseline", str(tmp_path), str(tmp_path / "b.toml"), exits=2)
-    assert "it was interrupted, and lacks 1 cell" in called.err
-    assert not (tmp_path / "b.toml").exists()
-    checked = portattn("matrix", "check", str(tmp_path), "--json", exits=1)
-    assert [finding["kind"] for finding in checked.json["findings"]] == ["interrupted"]
 
 
 def test_a_run_is_compared_with_what_it_was_asked_for(portattn, made, tmp_path):

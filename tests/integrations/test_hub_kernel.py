@@ -2,7 +2,6 @@
 through it give what eager gives."""
 
 import base64
-import errno
 import hashlib
 import importlib.util
 import json
@@ -11,7 +10,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 from places import WITHOUT_PORTATTN
@@ -95,32 +93,6 @@ def test_what_it_has_not_written_is_not_replaced(script, tmp_path, repository, c
     (old / "left.txt").write_text("of an earlier one")
     assert script.main(["--out", str(old), "--variants", "torch-cpu"]) == 0
     assert not (old / "left.txt").exists()
-
-
-def test_an_interrupted_run_keeps_the_older_one(script, repository, tmp_path, monkeypatch):
-    old = shutil.copytree(repository, tmp_path / "old")
-    before = sorted(p.relative_to(old) for p in old.rglob("*"))
-    write_bytes, written = Path.write_bytes, []
-
-    def interrupted(path, data):
-        if len(written) == 20:
-            raise KeyboardInterrupt
-        written.append(path)
-        return write_bytes(path, data)
-
-    monkeypatch.setattr(Path, "write_bytes", interrupted)
-    monkeypatch.setattr(script.signal, "signal", lambda *given: None)  # this process keeps its handlers
-    assert script.main(["--out", str(old), "--variants", "torch-cpu"]) == 130
-    assert sorted(p.relative_to(old) for p in old.rglob("*")) == before
-    assert [path.name for path in tmp_path.iterdir()] == ["old"]
-
-
-def test_a_full_disk_names_the_folder(script, tmp_path, monkeypatch, capsys):
-    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as a write says it: without a name
-    monkeypatch.setattr(Path, "write_bytes", Mock(side_effect=full))
-    monkeypatch.setattr(script.signal, "signal", lambda *given: None)  # this process keeps its handlers
-    assert script.main(["--out", str(tmp_path / "kernel"), "--variants", "torch-cpu"]) == 2
-    assert f"{tmp_path / 'kernel'} was not written: [Errno 28] No space left" in capsys.readouterr().err
 
 
 def test_another_portattn_in_the_process_is_said(repository):

@@ -1,6 +1,7 @@
 """The log of a run: JSON lines as they happen, and a table for people, rewritten after each class."""
 
 import io
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -15,7 +16,6 @@ from portattn.tools.tune.records import (
     SCHEMA,
     CandidateRecord,
     CodeRecord,
-    Interruption,
     Origin,
     Outcome,
     Record,
@@ -141,8 +141,8 @@ def latest(records: Sequence[Record], name: str) -> list[CandidateRecord]:
     return sorted(found.values(), key=by_time)
 
 
-def text(records: Sequence[Record], quiet: bool = True) -> str:
-    """Return a log as tables, one a class; quiet: only count candidates that cost no device time."""
+def text(records: Sequence[Record]) -> str:
+    """Return a log as tables, one a class; candidates that cost no device time are only counted."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -169,13 +169,11 @@ def text(records: Sequence[Record], quiet: bool = True) -> str:
                 column, justify="right" if figure else "left", no_wrap=column != "verdict", overflow="fold"
             )
         for record in rows:
-            if not (quiet and record.verdict in QUIET):
+            if record.verdict not in QUIET:
                 table.add_row(*(Text(cell) for cell in row(record)))
         if table.row_count:
             console.print(table)
-        counts: dict[str, int] = {}
-        for record in rows:
-            counts[record.verdict] = counts.get(record.verdict, 0) + 1
+        counts = Counter(record.verdict for record in rows)
         console.print(Text(", ".join(f"{number} {verdict}" for verdict, number in counts.items())))
         if name in outcomes:
             console.print(Text(sentence(outcomes[name])))
@@ -193,6 +191,3 @@ def sentence(outcome: Outcome) -> str:
         text += f"; what was the best with {outcome.timed_with} {'no longer is' if outcome.replaces else 'still is'}"
     text += f"; {outcome.reason}" if outcome.reason else ""
     return text if outcome.complete else f"{text}; the budget was spent before all candidates were looked at"
-
-
-__all__ = ["COLUMNS", "History", "Interruption", "TuneLog", "latest", "read", "row", "sentence", "text"]

@@ -58,19 +58,6 @@ def test_a_teams_kernels_with_another_compiler(inner: Runner, chip: str, toolcha
         result.stdout.fnmatch_lines(["XFAIL *rocm:gfx950-triton==3.4.0* - rocm-0015-kpack: *"])
 
 
-@pytest.mark.usefixtures("team")
-def test_a_toolchain_that_is_not_here_is_skipped_or_red(inner: Runner) -> None:
-    common = ("--portattn-target=sm_90", "--portattn-toolchain=triton==3.3.0", "-rs")
-    hint = "`portattn lab create triton==3.3.0` makes it"
-    lacks = f"not compiled here: triton==3.3.0: its lab environment is not there; {hint}"
-    result = inner(*common)
-    result.assert_outcomes(skipped=2)
-    result.stdout.fnmatch_lines([f"SKIPPED *{lacks}"])
-    result = inner(*common, "--portattn-fail-on=not_run")
-    result.assert_outcomes(errors=2)
-    result.stdout.fnmatch_lines([lacks])
-
-
 def test_a_test_may_name_its_own_targets(pytester: pytest.Pytester, inner: Runner) -> None:
     pytester.makepyfile(
         """

@@ -195,15 +195,6 @@ def test_a_screen_reader_finds_a_table_and_the_keyboard_its_cells(driver, made, 
     assert driver.current_url.endswith("#main")
 
 
-@pytest.mark.parametrize("page", ["path/index.html", "report.html"])
-def test_the_table_comes_first(driver, made, page):
-    for width, most in ((SCREENS[0], 330), (SCREENS[1], 560)):
-        browsers.sized(driver, width, 900)
-        driver.get((made[0].parent / page).as_uri())
-        top = driver.execute_script("return document.querySelector('.scroll').getBoundingClientRect().top")
-        assert 0 < top < most
-
-
 def test_the_page_of_a_run_has_filters_and_a_phone_shows_chips_by_their_names(driver, made):
     browsers.sized(driver, SCREENS[1])
     driver.get((made[0].parent / "report.html").as_uri())
@@ -227,15 +218,3 @@ def test_the_page_of_a_run_fits_too_and_its_cards_open(driver, made, width):
     driver.find_element("css selector", "button.tile").click()
     assert card.is_displayed()
     assert cells[0].name in card.text
-
-
-def test_the_heading_stays_whole_above_the_rows(driver, made):
-    browsers.sized(driver, SCREENS[0], 500)
-    driver.get(f"{made[0].as_uri()}/index.html")
-    script = """const table = document.querySelector("table"), [upper, lower] = table.tHead.rows;
-    scrollTo({top: table.getBoundingClientRect().top + scrollY + 150, behavior: "instant"});
-    const last = (row) => row.lastElementChild.getBoundingClientRect();
-    return [table.tHead.getBoundingClientRect().top, last(upper).bottom, last(lower).top]"""
-    top, upper, lower = driver.execute_script(script)
-    assert top == 0
-    assert upper <= lower + 1
