@@ -1,4 +1,4 @@
-"""`portattn quirks new|reduce|bisect|retire|upgrade`: the life cycle of an entry."""
+"""`portattn quirks new|reduce|bisect|retire`: the life cycle of an entry."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def _incident(incident_id: str, quirks: Collection[str] = ()) -> tuple[Incident,
 
 
 def add_to(group: click.Group) -> None:
-    for command in (new, reduce, bisect, retire, upgrade):
+    for command in (new, reduce, bisect, retire):
         group.add_command(command)
 
 
@@ -315,66 +315,6 @@ def retire(quirk_id: str, reason: str, fixed_in: str, replaced_by: str, force: b
     if made.still_in_range:
         names = ", ".join(made.still_in_range)
         click.secho(f"its range has supported compilers, which lose its work-around: {names}", fg="yellow")
-
-
-@click.command()
-@output.toolchain_option("The compiler that is left.", "--from", "before", required=True)
-@output.toolchain_option("The compiler that comes.", "--to", "after", required=True)
-@output.target_option("A chip; may be given several times.", "--target", "targets", multiple=True)
-@options(
-    ("--strict", FLAG,
-     "Red too: an entry that is less sure with the new compiler (no probe has looked there, and it newly applies, "
-     "falls away, or was probed with the old one), and a variant that refuses what it took."),
-)  # fmt: skip
-@output.json_option
-def upgrade(before: str, after: str, targets: tuple[str, ...], strict: bool, as_json: bool) -> None:
-    """List the changes that another compiler brings: entries that fall away, stay or newly apply, and changed plans.
-
-    It also lists the variants that carry over, are tried by their canaries or refuse, and the compiler that each
-    schedule was timed with.
-
-    The plans are as in `portattn matrix run --quick`. Exit status 1: a problem loses its core kernel or has no plan."""
-    from portattn.planning.registry import Registry
-    from portattn.tools.compare.registry_changes import OP
-    from portattn.tools.compare.registry_changes import upgrade as compare
-    from portattn.tools.compare.sides import parse_compiler
-
-    registry = Registry.load()
-    sides = {"from": parse_compiler(OP, "--from", before), "to": parse_compiler(OP, "--to", after)}
-    output.tell_unknown(sides.values())
-    targets = tuple(registry.target(target, "none").name for target in targets)
-    with output.status("planning") as say:
-        made = compare(before, after, registry, targets, say)
-    less_sure = [entry.id for entry in made.entries if entry.less_sure]
-    if as_json:
-        unverified = [entry.id for entry in made.entries if entry.unverified]
-        known = {name: {"toolchain": str(one), "known": not one.unknown_release()} for name, one in sides.items()}
-        less = {"unverified": unverified, "less_sure": less_sure}
-        output.emit_json({**known, "compiled": False, "upgrade": made, "lost": made.lost, **less})
-    else:
-        _show_upgrade(made)
-    if made.lost or (strict and (less_sure or any(one.refuses for one in made.variants))):
-        raise click.exceptions.Exit(RED)
-
-
-def _show_upgrade(made: Upgrade) -> None:
-    click.secho(f"{made.before} -> {made.after} on {plural(len(made.targets), 'target')}", bold=True)
-    tell_outcomes(made.entries)
-    for change in ("falls away", "newly applies", "stays"):
-        found = [entry for entry in made.entries if entry.change == change]
-        heading(f"{change}: {len(found)}")
-        pairs((entry.id, entry_line(entry)) for entry in found)
-    heading(f"plans that change: {sum(len(m.targets) for m in made.moved)} of {made.plans}")
-    for moved in made.moved:
-        click.secho(f"  {moved.problem} on {', '.join(moved.targets)}", fg="red" if moved.lost else None)
-        for line in moved.differs:
-            click.echo(f"    {line}")
-    show_carried(made)
-    click.echo("\nplans alone were compared: spills were not looked at; `portattn ci --compile` compiles both sides")
-    if unverified := sum(entry.unverified for entry in made.entries):
-        click.echo(f"\nunverified on {made.after}: {unverified}")
-    if less_sure := [entry.id for entry in made.entries if entry.less_sure]:
-        click.echo(f"less sure than with {made.before}: {len(less_sure)}: {', '.join(less_sure)}")
 
 
 OUTCOMES = (

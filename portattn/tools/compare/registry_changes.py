@@ -6,21 +6,19 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from portattn.config import Settings
-from portattn.errors import ArgumentError, PortattnError
+from portattn.errors import PortattnError
 from portattn.planning import planner
 from portattn.planning.backend import PathRejection
 from portattn.planning.core_path import seen_to_run
 from portattn.planning.kernel_specs import KERNEL_NAMES
-from portattn.planning.registry import Registry
 from portattn.schema.compile_record import NO_RECORDS
 from portattn.schema.plan import Plan
 from portattn.schema.problem import Problem
 from portattn.schema.quirk import ASSUMED, LEVELS, Quirk
 from portattn.schema.target import Target
-from portattn.schema.toolchain import Toolchain
 from portattn.testing.kernel_cases import NamedKernel, quirks_of
-from portattn.tools.compare.sides import Pair, Plans, Side, parse_compiler
-from portattn.tools.matrix.problems import NamedProblem, quick
+from portattn.tools.compare.sides import Pair, Plans, Side
+from portattn.tools.matrix.problems import NamedProblem
 
 # run      its tests are known to have passed on such a chip with such a compiler, for all problems that it takes
 # tried    not for all: its canaries run before the first such call, and decide
@@ -153,15 +151,6 @@ class QuirkChange(msgspec.Struct, frozen=True, kw_only=True):
     verified_before: tuple[str, ...] = ()  # the same for the old compiler
     unprobed: tuple[str, ...] = ()  # unprobed targets on which it applies with the new compiler
     note: str = ""  # why the new compiler is in doubt, or ""
-
-    @property
-    def unverified(self) -> bool:
-        return not self.verified
-
-    @property
-    def less_sure(self) -> bool:
-        """Return whether less is known with the new compiler; a quirk that leaves unprobed rests on its range alone."""
-        return self.unverified and (self.change != "stays" or bool(self.verified_before))
 
 
 def entries(pairs: Sequence[Pair], kernels: Sequence[NamedKernel] = ()) -> Iterator[QuirkChange]:
@@ -319,10 +308,6 @@ class Upgrade(msgspec.Struct, frozen=True, kw_only=True):
     variants: tuple[VariantUpgrade, ...]
     schedules: tuple[ScheduleTiming, ...]
 
-    @property
-    def lost(self) -> bool:
-        return any(moved.lost for moved in self.moved)
-
 
 def compare(
     pairs: Sequence[Pair], subjects: Sequence[NamedProblem | NamedKernel], say: Callable[[str], None] = lambda _: None
@@ -340,26 +325,3 @@ def compare(
         moved=tuple(together(moved)), plans=len(problems) * len(pairs),
         variants=tuple(variant_upgrades(pairs, problems)), schedules=tuple(schedule_timings(pairs, problems, plans)),
     )  # fmt: skip
-
-
-OP = "quirks upgrade"
-
-
-def upgrade(
-    before: str, after: str, registry: Registry, targets: tuple[str, ...] = (),
-    say: Callable[[str], None] = lambda text: None,
-) -> Upgrade:  # fmt: skip
-    """Compare two compilers on targets, by default all common ones. Raises ArgumentError on a bad name."""
-    old, new = (parse_compiler(OP, option, text) for option, text in (("--from", before), ("--to", after)))
-    names = targets or tuple(_common(registry, old, new))
-    if not names:
-        raise ArgumentError(OP, "--to", after, f"must compile for a backend that {old} compiles for")
-    sides = ((Side(registry.target(name, one), registry) for one in (old, new)) for name in names)
-    return compare([Pair(*both) for both in sides], quick(), say)
-
-
-def _common(registry: Registry, old: Toolchain, new: Toolchain) -> Iterator[str]:
-    for target in registry.targets(old):
-        compilers = registry.backends[target.backend].compilers
-        if not compilers or {old.distribution, new.distribution} <= set(compilers):
-            yield target.name

@@ -132,7 +132,6 @@ def test_compilers(golden, planted_quirks, tmp_path):
     golden("ci", *line)
     _same("ci.md", (tmp_path / "ci.md").read_text(encoding="utf-8"), tmp_path)
     golden("ci-fail-on", *line, "--fail-on", "unprobed,canaries,schedules,quirks", forms=((),))
-    golden("upgrade", "quirks", "upgrade", *BUMP, "--target", "rocm:gfx942", "--target", "rocm:gfx950", "--strict")
 
 
 def test_a_note_is_no_cause_of_what_the_toolchain_changes(portattn):
