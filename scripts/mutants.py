@@ -1,13 +1,12 @@
 """Mutation testing: small faults are put into a copy of the tree, and tests must fail because of each.
 
-    python scripts/mutants.py [--group kernels] [--name …] [--json]    mutants made by hand (mutants_by_hand.toml)
+    python scripts/mutants.py [--group kernels] [--name …]    mutants made by hand (mutants_by_hand.toml)
 
 It exits with 1 where a mutant survived, and with 2 where nothing can be said: tests that fail without any mutant, or an
 entry of the data that is stale. docs/testing.md explains the routine.
 """
 
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -155,22 +154,18 @@ def summary(findings: Sequence[Finding]) -> dict[str, dict[str, int | float]]:
     }
 
 
-def report(findings: Sequence[Finding], as_json: bool) -> int:
+def report(findings: Sequence[Finding]) -> int:
     left = [found for found in findings if found.outcome not in CAUGHT]
-    if as_json:
-        print(json.dumps({"summary": summary(findings), "findings": msgspec.to_builtins(findings)}, indent=1))
-    else:
-        for found in findings:
-            if found.outcome not in CAUGHT:
-                print(f"{found.outcome:10} {found.name}\n           {found.detail}")
-        for group, counts in summary(findings).items():
-            print(f"{group}: " + ", ".join(f"{name} {count}" for name, count in counts.items()))
+    for found in left:
+        print(f"{found.outcome:10} {found.name}\n           {found.detail}")
+    for group, counts in summary(findings).items():
+        print(f"{group}: " + ", ".join(f"{name} {count}" for name, count in counts.items()))
     if any(found.outcome in ("stale", "broken") for found in left):
         return 2
     return 1 if left else 0
 
 
-def _finish(findings: Iterator[Finding], as_json: bool, total: int) -> None:
+def _finish(findings: Iterator[Finding], total: int) -> None:
     done: list[Finding] = []
     try:
         for found in findings:
@@ -182,15 +177,14 @@ def _finish(findings: Iterator[Finding], as_json: bool, total: int) -> None:
     if not done:
         print("no mutant is in the selection: nothing was tested", file=sys.stderr)
         raise SystemExit(2)
-    raise SystemExit(report(done, as_json))
+    raise SystemExit(report(done))
 
 
 @click.command()
 @click.option("--group", "wanted", multiple=True, help="only the mutants of this group")
 @click.option("--name", "names", multiple=True, help="only the mutants of this name")
 @click.option("--seconds", default=120.0, show_default=True, help="time limit for the tests of one mutant")
-@click.option("--json", "as_json", is_flag=True, help="print a summary and every finding as JSON")
-def cli(wanted: tuple[str, ...], names: tuple[str, ...], seconds: float, as_json: bool) -> None:
+def cli(wanted: tuple[str, ...], names: tuple[str, ...], seconds: float) -> None:
     """Run the mutants that were made by hand."""
     known = by_hand()
     for option, asked, there in (
@@ -199,7 +193,7 @@ def cli(wanted: tuple[str, ...], names: tuple[str, ...], seconds: float, as_json
         for name in set(asked) - there:
             raise click.BadParameter(f"{name!r} is none of {', '.join(sorted(there))}", param_hint=option)
     chosen = [m for m in known if (not wanted or m.group in wanted) and (not names or m.name in names)]
-    _finish(run_by_hand(ROOT, chosen, seconds), as_json, len(chosen))
+    _finish(run_by_hand(ROOT, chosen, seconds), len(chosen))
 
 
 if __name__ == "__main__":

@@ -172,7 +172,7 @@ def _subject(subject_id: str, registry: Registry, toolchain: str | None) -> tupl
     from portattn.tools.quirks import reduce as reducing
 
     if quirk.matching(subject_id, registry.quirks):
-        return reducing.of_quirk(output.quirk_of("quirks reduce", subject_id, registry), registry, toolchain), None
+        return reducing.of_quirk(registry.quirk(subject_id, "quirks reduce", "ID"), registry, toolchain), None
     incident, _ = _incident(subject_id, registry.quirks)
     return reducing.subject_of_incident(incident, registry, toolchain), incident
 
@@ -240,7 +240,7 @@ def bisect(
     from portattn.tools.quirks import probe
 
     registry = Registry.load()
-    quirk = output.quirk_of("quirks bisect", quirk_id, registry)
+    quirk = registry.quirk(quirk_id, "quirks bisect", "ID")
     target = registry.target(target, "none").name if target is not None else None
     compiler = bisecting.compiler_of(quirk)
     toolchains = bisecting.candidates(compiler, lab.toolchains(), between)
@@ -304,9 +304,9 @@ def retire(quirk_id: str, reason: str, fixed_in: str, replaced_by: str, force: b
     from portattn.tools.quirks.bisect_retire import retire as bury
 
     registry = Registry.load()
-    quirk_id = output.quirk_of("quirks retire", quirk_id, registry).id
+    quirk_id = registry.quirk(quirk_id, "quirks retire", "ID").id
     if replaced_by:
-        replaced_by = output.quirk_of("quirks retire", replaced_by, registry, "--replaced-by").id
+        replaced_by = registry.quirk(replaced_by, "quirks retire", "--replaced-by").id
     made = bury(quirk_id, registry, reason, fixed_in=fixed_in, replaced_by=replaced_by, force=force)
     if as_json:
         output.emit_json(made)

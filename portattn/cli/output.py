@@ -18,8 +18,6 @@ from portattn.tools.display_text import plural as plural
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from portattn.planning.registry import Registry
-    from portattn.schema.quirk import Quirk
     from portattn.schema.toolchain import Toolchain
     from portattn.tools.bench.run import Item
     from portattn.tools.matrix.cells import Cell
@@ -94,10 +92,6 @@ def write_texts(what: Shown, files: Iterable[tuple[Path | None, Callable[[Shown]
             write_named(path, text(what).encode())
             written.append(path)
     return written
-
-
-def setting(name: str, value: Any) -> str:
-    return f"{name} {value}" if isinstance(value, str) and value[:1] in "<>=!" else f"{name} = {value}"
 
 
 @contextmanager
@@ -211,11 +205,6 @@ def outcome(item: Item) -> str:
     if ours.host_us is not None:
         words.append(f"host {ours.host_us.median:.1f} µs")
     return f"{item.name}: {', '.join(words)}"
-
-
-def quirk_of(command: str, text: str, registry: Registry, argument: str = "ID") -> Quirk:
-    """Return the living entry of an id, whole or up to its number. Raises ArgumentError, with the nearest ids."""
-    return registry.quirk(text, command, argument)
 
 
 def tell_unknown(toolchains: Iterable[Toolchain]) -> None:

@@ -16,6 +16,7 @@ from portattn.planning.kernel_specs import KERNEL_NAMES
 from portattn.planning.registry import Registry, find_backends
 from portattn.schema.quirk import Quirk, Symptom, describe_effect
 from portattn.tools import param_types
+from portattn.tools.display_text import setting
 from portattn.tools.param_types import SECONDS
 from portattn.tools.problem_options import target_from
 
@@ -61,7 +62,7 @@ def probe(
         raise ArgumentError(OP, "--toolchain", ", ".join(toolchain), "goes without --all-toolchains")
     registry = Registry.read(find_backends(), folder) if folder else Registry.load()
     names, missing = _toolchains(toolchain, all_toolchains, registry)
-    named = {quirk.id: quirk for quirk in (output.quirk_of(OP, text, registry) for text in ids)}
+    named = {quirk.id: quirk for quirk in (registry.quirk(text, OP, "ID") for text in ids)}
     quirks = list((named if ids else registry.quirks).values())
     target = registry.target(target, "none").name if target is not None else None
     if target is not None and not ids:
@@ -189,7 +190,7 @@ def list_(
 @output.json_option
 def show(quirk_id: str, as_json: bool) -> None:
     """Show everything that is known about one quirk. ID may end with its number, as in cuda-0012."""
-    quirk = output.quirk_of("quirks show", quirk_id, Registry.load())
+    quirk = Registry.load().quirk(quirk_id, "quirks show", "ID")
     if as_json:
         output.emit_json(quirk)
         return
@@ -258,7 +259,7 @@ def _why_not(quirk: Quirk, target: Target) -> str:
         return f"a slow quirk, last seen on {quirk.evidence.last_seen or 'a toolchain of unknown version'}"
     conditions = [*quirk.when.features]
     for values in (quirk.when.lowering, quirk.when.launch):
-        conditions += [output.setting(name, value) for name, value in values.items()]
+        conditions += [setting(name, value) for name, value in values.items()]
     return f"when {', '.join(conditions)}" if conditions else "switched off, or of no effect on these kernels"
 
 
@@ -339,5 +340,5 @@ def _summary(quirk: Quirk) -> dict[str, Any]:
 
 def _words(value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(output.setting(name, item) for name, item in value.items())
+        return ", ".join(setting(name, item) for name, item in value.items())
     return ", ".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)

@@ -8,16 +8,14 @@ from portattn.schema.plan import Plan
 from portattn.schema.quirk import Quirk, describe_effect
 
 
+def setting(name: str, value: object) -> str:
+    return f"{name} {value}" if str(value)[:1] in "<>!=" else f"{name} = {value}"
+
+
 def fields(quirk: Quirk) -> dict[str, str]:
     when, evidence = quirk.when, quirk.evidence
-    conditions = [
-        *(f"`{text}`" for text in when.features),
-        *(f"`{name} = {value}`" for name, value in when.lowering.items()),
-        *(
-            f"`{name} {value}`" if str(value)[0] in "<>!" else f"`{name} = {value}`"
-            for name, value in when.launch.items()
-        ),
-    ]
+    conditions = [f"`{text}`" for text in when.features]
+    conditions += [f"`{setting(name, value)}`" for name, value in (*when.lowering.items(), *when.launch.items())]
     seen = f", last seen on {evidence.last_seen}" if evidence.last_seen else ""
     return {
         "Where": f"{when.backend or 'any'}, {_code(when.arch) or 'all chips'}",

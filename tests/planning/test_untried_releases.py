@@ -54,7 +54,7 @@ def caution(made: portattn.Plan) -> str:
 
 @pytest.mark.parametrize(("version", "doubt"), [("3.6.0", ""), ("3.10.0", ASSUMED), ("4.0", ASSUMED)])
 def test_a_bug_of_an_assembler_whose_version_is_not_known_is_said_to_be_assumed(version: str, doubt: str) -> None:
-    """Nobody knows which ptxas an unknown release brings; in the words of `quirks upgrade`."""
+    """Nobody knows which ptxas an unknown release brings; in the words of `ci`."""
     target = parse_target("cuda:sm_90", f"triton=={version}")
     made = plan(P, target)
     (noted,) = [quirk for quirk in made.quirks if quirk.id.startswith("cuda-0018-")]

@@ -25,6 +25,7 @@ from portattn.schema.quirk import Quirk, launch_holds
 from portattn.schema.target import Arch, Target
 from portattn.schema.toolchain import Toolchain, installed_toolchain, is_installed
 from portattn.tools import lab
+from portattn.tools.display_text import setting
 from portattn.tools.quirks import draft_texts, probe
 from portattn.tools.quirks.failure_facts import OP, Facts
 from portattn.tools.quirks.probe_plans import plan_line
@@ -183,8 +184,7 @@ def _conditions(quirk: Quirk, facts: Facts) -> Iterator[tuple[str, bool | None]]
     for name, value in quirk.when.lowering.items():
         yield f"{name} = {value}", getattr(what.lowering, name) == value if what else None
     for name, wanted in quirk.when.launch.items():
-        shown = f"{name} {wanted}" if str(wanted)[:1] in "<>!" else f"{name} = {wanted}"
-        yield shown, launch_holds(what.launch.get(name), wanted) if what else None
+        yield setting(name, wanted), launch_holds(what.launch.get(name), wanted) if what else None
 
 
 def _open_conditions(quirk: Quirk, facts: Facts) -> list[str]:
