@@ -3,7 +3,6 @@
     python scripts/budgets.py             print the table; exit with 1 where a limit is exceeded
     python scripts/budgets.py --write     lower each limit to today's number; a limit never rises
     python scripts/budgets.py --show NAME print the places that a measure counts, one a line
-    python scripts/budgets.py --json      print the table as JSON
 
 A limit is a ratchet: a change that makes a number smaller lowers the limit in the same commit. In a git repository the
 script also fails if a limit is higher than it was in an earlier commit. `make lint` runs the script in the installed
@@ -14,7 +13,6 @@ import argparse
 import ast
 import collections
 import io
-import json
 import re
 import subprocess
 import sys
@@ -288,7 +286,6 @@ def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="lower each limit to today's number")
     parser.add_argument("--show", choices=MEASURES, help="print the places that a measure counts")
-    parser.add_argument("--json", action="store_true", help="print the table as JSON")
     given = parser.parse_args(arguments)
     tree, path = Tree(root), root / "scripts" / "budgets.toml"
     if given.show:
@@ -300,13 +297,10 @@ def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
     over = [row["name"] for row in rows if row["now"] > row["limit"]]
     if given.write:
         over = write(path, rows)
-    if given.json:
-        print(json.dumps({"rows": rows, "over": over}))
-    else:
-        print(f"{'budget':<58} {'start':>8} {'limit':>8} {'now':>8} {'goal':>8}")
-        for row in rows:
-            mark = "  OVER" if row["name"] in over else ""
-            print(f"{row['title']:<58} {row['start']:>8} {row['limit']:>8} {row['now']:>8} {row['goal']:>8}{mark}")
+    print(f"{'budget':<58} {'start':>8} {'limit':>8} {'now':>8} {'goal':>8}")
+    for row in rows:
+        mark = "  OVER" if row["name"] in over else ""
+        print(f"{row['title']:<58} {row['start']:>8} {row['limit']:>8} {row['now']:>8} {row['goal']:>8}{mark}")
     for name in over:
         print(
             f"budgets: {name} is over its limit; `python scripts/budgets.py --show {name}` names the places",

@@ -63,16 +63,10 @@ def by_hand(path: Path = BY_HAND) -> tuple[Mutant, ...]:
 @contextlib.contextmanager
 def copied(root: Path) -> Iterator[Path]:
     """Copy all files that git tracks or would add to a temporary folder."""
-    if (root / ".git").exists():
-        listed = subprocess.run(
-            ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-            cwd=root, capture_output=True, text=True, check=True,
-        ).stdout  # fmt: skip
-    else:
-        files = (path.relative_to(root) for path in root.rglob("*") if path.is_file())
-        listed = "\0".join(
-            str(file) for file in files if not any(part.startswith(".") or part == "__pycache__" for part in file.parts)
-        )
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=root, capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="portattn-mutants-") as folder:
         copy = Path(folder) / "tree"
         for name in filter(None, listed.split("\0")):

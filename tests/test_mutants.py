@@ -1,7 +1,6 @@
 """scripts/mutants.py: its data fits the tree, and every way in which a mutant can end is told from the others."""
 
 import ast
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -73,14 +72,6 @@ def test_every_way_in_which_a_mutant_ends(tree: Path) -> None:
     assert "module.py has the old text 0 times" in found[5].detail
     assert (tree / "module.py").read_text().count("a < b") == 1, "only the copy is changed"
     assert mutants.summary(found)["g"]["caught"] == round(3 / 8, 3)
-
-
-def test_a_tree_without_git_is_copied_too(tree: Path) -> None:
-    shutil.rmtree(tree / ".git")
-    (tree / ".venv").mkdir()
-    (tree / ".venv" / "large.py").write_text("")
-    with mutants.copied(tree) as copy:
-        assert sorted(path.name for path in copy.rglob("*")) == ["module.py", "test_module.py"]
 
 
 def test_tests_that_fail_without_a_mutant_say_nothing(tree: Path) -> None:

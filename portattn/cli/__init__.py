@@ -58,10 +58,6 @@ class Bash(BashComplete):
         return f"{item.type},{item.value[self._before :]}"
 
 
-def register() -> None:
-    add_completion_class(Bash)
-
-
 COMPLETING = "_PORTATTN_COMPLETE"  # the variable by which a shell asks for completion
 EXIT_STATUSES = """\b
 Exit status:
@@ -168,7 +164,7 @@ class CommandLine(click.Group):
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         if COMPLETING in os.environ:
-            register()
+            add_completion_class(Bash)
         # In one line: the caller of a command has no place in the code.
         before, warnings.formatwarning = warnings.formatwarning, _one_line
         try:
