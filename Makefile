@@ -73,7 +73,7 @@ engines: $(READY)
 forms: $(READY)
 	PYTHONPATH="$(CURDIR):$(CURDIR)/tests" $(PY) tests/backends/cuda/forms_gate.py --jobs $(JOBS) $(if $(RELEASE),--release $(RELEASE)) $(if $(WRITE),--write) $(ARGS)
 
-# A kernel repository for Hugging Face `kernels`: docs/flash-attn.md. ARGS="--variants torch-cuda --json"
+# A kernel repository for Hugging Face `kernels`: docs/flash-attn.md. ARGS="--variants torch-cuda"
 hub: $(READY)
 	PYTHONPATH="$(CURDIR):$(PYTHONPATH)" $(PY) scripts/hub_kernel.py --out .hub/portattn $(ARGS)
 
@@ -91,7 +91,6 @@ HERE = $(if $(findstring /,$(PY)),$(if $(filter /%,$(PY)),$(PY),"$(CURDIR)/$(PY)
 lint: $(READY) site
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
-	$(PY) scripts/typing_stubs.py --check
 	@# The installed layout, by links: mypy does not read the mapping of backends/ to portattn.backends.
 	rm -rf .lint && mkdir -p .lint/portattn
 	ln -s "$(CURDIR)"/portattn/* "$(CURDIR)/backends" "$(CURDIR)/quirks" .lint/portattn/

@@ -1,6 +1,6 @@
 """Write a kernel repository for Hugging Face `kernels`: portattn as `attn_implementation="portattn/portattn"`.
 
-    python scripts/hub_kernel.py --out .hub/portattn [--variants torch-cpu,torch-cuda] [--json]
+    python scripts/hub_kernel.py --out .hub/portattn [--variants torch-cpu,torch-cuda]
 
     LOCAL_KERNELS="portattn/portattn=.hub/portattn" python serve.py      # offline; docs/flash-attn.md
 
@@ -50,7 +50,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, default=ROOT / ".hub" / NAME, help="the folder, replaced as a whole")
     parser.add_argument("--variants", default=",".join(VARIANTS), help=f"of {', '.join(VARIANTS)}; default: all")
-    parser.add_argument("--json", action="store_true", help="print what was written as JSON")
     given = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # also that leaves nothing behind
     try:
@@ -64,12 +63,9 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("hub_kernel: interrupted, nothing was written", file=sys.stderr)
         return 130
-    if given.json:
-        print(json.dumps(report, indent=2))
-    else:
-        for variant in report["variants"]:
-            print(f"{variant['name']}: {variant['files']} files, {variant['bytes'] / 1e6:.1f} MB, {variant['id']}")
-        print(f'LOCAL_KERNELS="{NAME}/{NAME}={report["folder"]}"')
+    for variant in report["variants"]:
+        print(f"{variant['name']}: {variant['files']} files, {variant['bytes'] / 1e6:.1f} MB, {variant['id']}")
+    print(f'LOCAL_KERNELS="{NAME}/{NAME}={report["folder"]}"')
     return 0
 
 

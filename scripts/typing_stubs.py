@@ -2,17 +2,14 @@
 
 A stub takes the place of a package's __init__.py, which only imports, or of a module, which mypy checks if it is given
 its path (`make lint`).
-Signatures and results are read from these modules, so a parameter is written once. `--check` writes nothing and exits
-with 1 if a stub is out of date.
+Signatures and results are read from these modules, so a parameter is written once; tests/test_typing.py compares.
 """
 
-import argparse
 import ast
 import builtins
 import functools
 import itertools
 import operator
-import sys
 import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -213,20 +210,6 @@ def _wrap(text: str) -> str:
     return "\n".join(lines).replace(_GLUE, " ")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where a stub is out of date")
-    check = parser.parse_args().check
-    stale = []
-    for package in PACKAGES:
-        path, text = path_of(package), stub_of(package)
-        if not path.exists() or path.read_text(encoding="utf-8") != text:
-            stale.append(str(path.relative_to(ROOT)))
-            if not check:
-                path.write_text(text, encoding="utf-8")
-    print("\n".join(f"{'out of date' if check else 'written'}: {path}" for path in stale) or "up to date")
-    return int(check and bool(stale))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    for package in PACKAGES:
+        path_of(package).write_text(stub_of(package), encoding="utf-8")
