@@ -67,10 +67,10 @@ def bench(
 ) -> None:  # fmt: skip
     """Time portattn and its peers: every contender is checked against float64 before it is timed.
 
-    Sets: dense18, dense-gqa, dense-packed, dense-window, dense-short-q, dense-beyond, decode, paged, decode-quantised,
-    paged-quantised, decode-nvfp4, sparse, mla, seed, small, host, cold-start, padded, prefill, backward18,
-    backward_more, all. Peers, as far as this machine has them: sdpa, torch, flex, fa3, flashmla, flash_attn,
-    flash_attn_interface, flashinfer, unquantised, or none.
+    Sets: dense18, dense-gqa, dense-packed, dense-window, dense-short-q, dense-beyond, dense-wide, decode, paged,
+    decode-quantised, paged-quantised, decode-nvfp4, sparse, mla, seed, small, host, cold-start, padded, prefill,
+    backward18, backward_more, all. Peers, as far as this machine has them: sdpa, torch, flex, fa3, flashmla,
+    flash_attn, flash_attn_interface, fa4, cudnn-frontend, flashinfer, unquantised, or none.
 
     Device times are medians over rounds in which all contenders take turns; times from a graph, and the time that
     enqueuing takes the host, are told apart. --out gets rows.jsonl line by line as cells are done, and bench.json and

@@ -180,7 +180,8 @@ def show(result: Result, written: list[Path]) -> None:
 
     for run in result.runs:
         limits = run.ceilings
-        text = f"{run.chip}, {run.toolchain}, torch {run.versions.get('torch', '?')}, {run.date}"
+        versions = ", ".join(f"{name} {text}" for name, text in run.versions.items())
+        text = f"{run.chip}, {run.toolchain}, {versions}, {run.date}"
         if limits:
             text += f"; ceilings: GEMM {limits.gemm_tflops:.0f} TFLOP/s, copy {limits.copy_tbs:.2f} TB/s"
         click.echo(text)

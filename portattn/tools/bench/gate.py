@@ -21,8 +21,8 @@ from portattn.tools.bench.tensors import Tensors, keys_of, rows_of, slot_of
 
 CHECKED_PARTS = 32  # pairs of a sequence and a key/value head that are compared with the float64 oracle
 CHECKED_ROWS = 64  # query rows of each
-# What a library that cannot run a case raises; torch's own errors are RuntimeErrors.
-FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, ImportError, OSError, PortattnError)
+# Errors of a library that cannot run a case: some compilers raise classes of their own, and some limits are assertions.
+FAILURES = Exception
 Say = Callable[[str], None]
 
 

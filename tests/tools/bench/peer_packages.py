@@ -115,6 +115,35 @@ def flash_attn(pages: str, page: int, with_lse: bool = False, asked: list[Any] |
     )  # fmt: skip
 
 
+def cute(asked: list[bool] | None = None) -> dict[str, types.SimpleNamespace]:
+    """flash-attn-4 4.0.0b36 and nvidia-cudnn-frontend 1.32.0, as the adapters call them. asked: as of `flash_attn`."""
+    two = flash_attn("page_table", 1, with_lse=True, asked=asked)
+
+    def sides(window_size):
+        return tuple(-1 if side is None else side for side in window_size)
+
+    def flash_attn_func(q, k, v, qv=None, *, window_size=(None, None), **named):
+        return two.flash_attn_func(q, k, v, window_size=sides(window_size), **named)
+
+    def flash_attn_varlen_func(
+        q, k, v, qv=None, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, window_size=(None, None), **named
+    ):  # fmt: skip
+        given = q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        return two.flash_attn_varlen_func(*given, window_size=sides(window_size), **named)
+
+    def sdpa_fwd_wrapper_dsl_sm90(q, k, v, is_causal=False, causal_bottom_right=False, *, scale_softmax=None):
+        assert causal_bottom_right == is_causal
+        return {"o_tensor": dense(*(x.transpose(1, 2) for x in (q, k, v)), scale_softmax, is_causal).transpose(1, 2)}
+
+    none = types.SimpleNamespace
+    return dict.fromkeys(("flash_attn", "flash_attn__cute", "cudnn", "cudnn__sdpa", "cudnn__sdpa__fwd"), none()) | {
+        "flash_attn__cute__interface": none(
+            flash_attn_func=flash_attn_func, flash_attn_varlen_func=flash_attn_varlen_func
+        ),
+        "cudnn__sdpa__fwd__api_dsl": none(sdpa_fwd_wrapper_dsl_sm90=sdpa_fwd_wrapper_dsl_sm90),
+    }  # fmt: skip
+
+
 class _Planned:
     """What FlashInfer's wrappers share."""
 

@@ -24,12 +24,15 @@ GRADIENTS = ("q", "k", "v")
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # SDPA says why each kernel cannot run
 
 
-@pytest.mark.parametrize("name", ["flash_attn", "flash_attn_interface"])
+@pytest.mark.parametrize("name", ["flash_attn", "flash_attn_interface", "fa4"])
 def test_flash_packages_are_differentiated(name):
     """Through the gate, every case that they have; deterministic ones say so to them."""
     asked: list[bool] = []
     modules = {name: peer_packages.flash_attn("block_table", 1, with_lse="interface" in name, asked=asked)}
-    dropout, contender = (False, "fa3/interface") if "interface" in name else (True, "flash_attn")
+    if name == "fa4":
+        modules = peer_packages.cute(asked)
+    contender = "fa3/interface" if "interface" in name else name
+    dropout = contender == "flash_attn"
     with peer_packages.installed(**modules):
         for case in KINDS.values():
             tensors = Tensors.random(case, CPU)

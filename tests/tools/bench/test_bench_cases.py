@@ -67,9 +67,9 @@ def test_sets_have_their_cases():
     counts = {name: len(cases) for name, cases in SETS.items()}
     assert counts == {
         "dense18": 18, "dense-gqa": 18, "dense-packed": 6, "dense-window": 6, "dense-short-q": 6, "dense-beyond": 42,
-        "decode": 6, "paged": 18, "decode-quantised": 24, "paged-quantised": 90, "decode-nvfp4": 12, "sparse": 12,
-        "mla": 5, "seed": 7, "small": 6, "host": 3, "cold-start": 3, "padded": 12, "prefill": 2, "backward18": 18,
-        "backward_more": 11,
+        "dense-wide": 4, "decode": 6, "paged": 18, "decode-quantised": 24, "paged-quantised": 90, "decode-nvfp4": 12,
+        "sparse": 12, "mla": 5, "seed": 7, "small": 6, "host": 3, "cold-start": 3, "padded": 12, "prefill": 2,
+        "backward18": 18, "backward_more": 11,
     }  # fmt: skip
     assert len({case.name for cases in SETS.values() for case in cases}) == sum(counts.values())
     cold = {"decode", "paged", "decode-quantised", "paged-quantised", "decode-nvfp4", "sparse", "mla"}

@@ -395,6 +395,7 @@ def _flashmla(case: Case, t: Tensors) -> Contender:
     return Contender(lambda: op(*fixed, made, splits, None)[0], transpose_heads)
 
 
+_CUTE_COMPILES = "compiled by CuTe for each head dim and mask, which takes tens of seconds"
 _FA2 = ("flash_attn",)
 _FA3 = ("flash_attn_interface", "flash_attn_3.flash_attn_interface")  # a module by itself, or in a build's package
 PEERS = {
@@ -410,6 +411,14 @@ PEERS = {
     "flash_attn_interface": Peer(
         functools.partial(packages.flash_attention, "fa3/interface", _FA3, pages="page_table"),
         functools.partial(packages.absent, _FA3), differentiable=True, distribution="flash-attn-3",
+    ),
+    "fa4": Peer(
+        packages.fa4, functools.partial(missing, packages.CUTE), differentiable=True, distribution="flash-attn-4",
+        slow=_CUTE_COMPILES,
+    ),
+    "cudnn-frontend": Peer(
+        packages.cudnn_frontend, functools.partial(missing, packages.FRONTEND), distribution="nvidia-cudnn-frontend",
+        slow=_CUTE_COMPILES,
     ),
     "flashinfer": Peer(
         packages.flashinfer, functools.partial(missing, "flashinfer"), quantised=True, distribution="flashinfer-python"

@@ -271,3 +271,47 @@ def _flash_attention(case: Case, t: Tensors, places: Sequence[str], pages: str) 
             cu = torch.nn.functional.pad(used.cumsum(0), (1, 0)).to(torch.int32)
             function, given = functions.flash_attn_varlen_func, (*given, t.cu_seqlens_q, cu, *longest)
     return Contender(lambda: first_of(function(*given, **options)), shaped)
+
+
+CUTE, FRONTEND = "flash_attn.cute.interface", "cudnn.sdpa.fwd.api_dsl"
+D_TILE = 512  # columns of its tiles, on some chips at any head dim: narrower rows pay for them all
+
+
+def fa4(case: Case, t: Tensors) -> dict[str, Build]:
+    """Return FlashAttention-4's contender of full slots and packed sequences; its functions read no slots of caches."""
+    padded = case.op == "attention" and (case.lengths_q or case.lengths_k)
+    if case.op not in ("attention", "varlen_attention") or case.dtype == "fp32" or padded or case.dropout:
+        return {}
+    return {"fa4": functools.partial(_fa4, case, t)} if case.head_dim <= WIDEST else {}
+
+
+def _fa4(case: Case, t: Tensors) -> Contender:
+    options: dict[str, Any] = {
+        "softmax_scale": case.scale, "causal": case.causal != "none", "window_size": case.window,
+        "deterministic": case.deterministic,
+    }  # fmt: skip
+    if case.op == "attention":
+        function, given = module(CUTE).flash_attn_func, tuple(map(transpose_heads, (t.q, t.k, t.v)))
+        return Contender(lambda: first_of(function(*given, **options)), transpose_heads)
+    varlen = module(CUTE).flash_attn_varlen_func
+    options |= {"cu_seqlens_q": t.cu_seqlens_q, "cu_seqlens_k": t.cu_seqlens_k}
+    options |= {"max_seqlen_q": max(case.queries), "max_seqlen_k": max(case.keys)}
+    return Contender(lambda: first_of(varlen(t.q, t.k, t.v, **options)))
+
+
+def cudnn_frontend(case: Case, t: Tensors) -> dict[str, Build]:
+    """Return the forward that cudnn-frontend compiles by CuTe, one function a chip; cuDNN itself is SDPA's."""
+    plain = case.op == "attention" and not (case.lengths_q or case.lengths_k or case.windowed or case.dropout)
+    if not plain or case.dtype == "fp32" or not WIDEST < case.head_dim <= D_TILE:
+        return {}
+    return {"cudnn-frontend": functools.partial(_cudnn_frontend, case, t)}
+
+
+def _cudnn_frontend(case: Case, t: Tensors) -> Contender:
+    major, minor = torch.cuda.get_device_capability(t.q.device)
+    function = getattr(module(FRONTEND), f"sdpa_fwd_wrapper_dsl_sm{major}{minor}")
+    options = {
+        "is_causal": case.causal != "none", "causal_bottom_right": case.causal == "bottom_right",
+        "scale_softmax": case.scale,
+    }  # fmt: skip
+    return Contender(lambda: function(t.q, t.k, t.v, **options)["o_tensor"])
