@@ -223,3 +223,20 @@ def test_what_is_dead_fails_the_build(pages: dict[str, str], words: str, tmp_pat
     done = build(tmp_path, **pages)
     assert done.returncode != 0
     assert words in done.stderr + done.stdout
+
+
+def test_published_ratios_are_those_of_the_results() -> None:
+    """Each set's geometric mean and least cell in README's table and performance.md's."""
+    folder, text = DOCS / "performance", (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = {row[1]: row[0] for row in re.finditer(r"^\|[^|]*\(`([\w-]+)`\).*", text, re.M)}
+    assert {"dense18", "decode", "paged", "mla", "prefill"} <= set(rows)
+    for one in json.loads((folder / "releases.json").read_text())["sets"]:
+        if one["set"] in rows and one["contender"] == "portattn":
+            assert f"| {one['ratio']:.2f}×, {one['least_ratio']:.2f}× |" in rows[one["set"]], one
+    page = (DOCS / "performance.md").read_text(encoding="utf-8")
+    whole = json.loads((folder / "results.json").read_text())["summaries"]
+    for name, row in (("dense18", "dense:"), ("dense-gqa", "dense with"), ("dense-packed", "packed,"), ("mla", "lat")):
+        (one,) = (one for one in whole if (one["set"], one["name"]) == (name, "portattn"))
+        said = re.search(rf"^\| {row}[^|]*\|[^|]*\| ([\d.]+) \| ([\d.]+)", page, re.M).groups()
+        figures = f"{one['ratio']:.{len(said[0]) - 2}f}", f"{one['worst']:.{len(said[1]) - 2}f}"
+        assert said == figures, name
