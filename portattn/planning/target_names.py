@@ -75,6 +75,43 @@ def mentioned_chips(text: str, arches: Arches, words: Words) -> dict[tuple[str, 
     return found
 
 
+def bare_chips(text: str, arches: Arches) -> dict[tuple[str, str], str]:
+    """Return the words by which a text names each (backend, arch) without a maker: `MI300X`, `rtx 4090`, `T4 GPU`.
+
+    A name of one arch alone counts. One of fewer than four characters (`L2`) stands before or after `GPU`."""
+    whole: dict[str, set[tuple[str, str]]] = {}
+    shorter: dict[str, set[tuple[str, str]]] = {}
+    for backend, known in arches.items():
+        for arch, described in known.items():
+            for chip in (*chips(described.title), *described.names):
+                parts = _APART.split(chip)
+                whole.setdefault(chip, set()).add((backend, arch))
+                for name in (" ".join(parts[:last]) for last in range(1, len(parts))):
+                    shorter.setdefault(name, set()).add((backend, arch))
+                shorter.setdefault(re.sub(r"(?<=\d{3})[A-Z]+$", "", chip), set()).add((backend, arch))  # MI300
+    named = {name: min(pairs) for name, pairs in {**shorter, **whole}.items() if len(pairs) == 1}
+    found: dict[tuple[str, str], str] = {}
+    for name in sorted(named, key=len, reverse=True):  # `RTX 4000 Ada` before `RTX 4000`
+        digits = sum(map(str.isdigit, name))
+        worded = digits or (" " in name and name in whole)
+        if not worded or name.isdigit() or len(shorter.get(name, ())) > 1 or _SERIES.fullmatch(name):
+            continue
+        pattern = r"(?<![\w.])" + r"[ \t_-]?".join(map(re.escape, _APART.split(name))) + r"(?![\w.]*\w)"
+        if len(_plain(name)) < _PLAIN_SHORTEST:
+            pattern = rf"(?:(?<=\bGPU )|(?<=\bGPU: )){pattern}|{pattern}(?= GPUs?\b)"
+        cased = 0 if len(_plain(name)) < _CASED_SHORTEST else re.IGNORECASE
+        if match := re.search(pattern, text, cased):
+            found.setdefault(named[name], match.group())
+            text = re.sub(pattern, " ", text, flags=cased)
+    return found
+
+
+# A series and no chip: `RTX 2000`, of which an `RTX 2000 Ada` is no member.
+_SERIES = re.compile(r"RTX [1-9]000?")
+_PLAIN_SHORTEST = 4  # characters of a name that needs no `GPU` beside it
+_CASED_SHORTEST = 5  # characters of a name that is written in either case
+
+
 def _after(arches: Arches, words: Words) -> re.Pattern[str]:
     """Return the pattern of a device's name: a word that tells a maker, and up to six behind it, maybe another name."""
     series = {word for known in arches.values() for arch in known for word in re.findall(r"^[a-z]{4,}", arch)}

@@ -228,7 +228,7 @@ def _without(log: Stream, lines: list[Line]) -> str:
 
 # What a text says of the chip that something takes, and that this one may not be: "requires .target sm_100 or higher".
 _WANTED = re.compile(
-    r"(?:\brequir\w*|\bneeds?\b|\bat least\b|\binstead of\b|(?<!not )(?<!n't )\bsupported\b)[^\n]*"
+    r"(?:\brequir\w*|\bneeds?\b|\bat least\b|\binstead of\b|\bworks?\b|\bonly\b|\bunlike\b|(?<!not )(?<!n't )\bsupported\b)[^\n]*"
     r"|\b\w+(?:\+|,? (?:or|and) (?:higher|newer|later|above|greater|up)\b)",
     re.IGNORECASE,
 )
@@ -325,7 +325,7 @@ def _chip(text: str, registry: Registry, owner: LogValue | None) -> tuple[LogVal
         for number in re.findall(rf"\b{re.escape(prefix.rstrip('_'))}_?(\d{{2,4}}[a-z]?)\b", bare):
             name = next((n for n in (prefix + number, _VARIANT.sub("", prefix + number)) if n in arches[backend]), "")
             (named if name else unknown)[backend, name or prefix + number] = prefix + number
-    named = named or (unknown if len(unknown) == 1 else {})
+    named = named or (unknown if len(unknown) == 1 else {}) or target_names.bare_chips(bare, arches)
     if len(named) > 1 and owner:
         named = {pair: words for pair, words in named.items() if pair[0] == owner.value}
     if len(named) == 1:
