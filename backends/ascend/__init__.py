@@ -377,9 +377,10 @@ class AscendBackend(Backend):
     compiler_folders = ("backends/ascend/",)
     compiler_words = ("triton-ascend",)
     compiler_says = (
-        "[ConvertTritonIRToLinalgIR]",
-        "[ConvertLinalgRToBinary]",
-        "[ConvertLinalgIRToBinary]",
+        "ConvertTritonIRToLinalgIR",
+        "ConvertLinalgRToBinary",
+        "ConvertLinalgIRToBinary",
+        "torch_npu",
         "BiSheng",
         "kernel.ttadapter.mlir",
     )

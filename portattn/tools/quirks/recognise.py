@@ -228,7 +228,7 @@ def _without(log: Stream, lines: list[Line]) -> str:
 
 # What a text says of the chip that something takes, and that this one may not be: "requires .target sm_100 or higher".
 _WANTED = re.compile(
-    r"(?:\brequir\w*|\bneeds?\b|\bat least\b|\binstead of\b|\bworks?\b|\bonly\b|\bunlike\b|(?<!not )(?<!n't )\bsupported\b)[^\n]*"
+    r"(?:\b(?:requir\w*|needs?|at least|instead of|works?|only|unlike|not on|older)\b|(?<!not )(?<!n't )\bsupported\b)[^\n]*"
     r"|\b\w+(?:\+|,? (?:or|and) (?:higher|newer|later|above|greater|up)\b)",
     re.IGNORECASE,
 )
