@@ -78,7 +78,7 @@ def mentioned_chips(text: str, arches: Arches, words: Words) -> dict[tuple[str, 
 def bare_chips(text: str, arches: Arches) -> dict[tuple[str, str], str]:
     """Return the words by which a text names each (backend, arch) without a maker: `MI300X`, `rtx 4090`, `T4 GPU`.
 
-    A name of one arch alone counts. One of fewer than four characters (`L2`) stands before or after `GPU`."""
+    A name of one arch alone counts. A short one (`L2`) stands beside `GPU` or, if less short, behind `on`."""
     whole: dict[str, set[tuple[str, str]]] = {}
     shorter: dict[str, set[tuple[str, str]]] = {}
     for backend, known in arches.items():
@@ -97,19 +97,22 @@ def bare_chips(text: str, arches: Arches) -> dict[tuple[str, str], str]:
         if not worded or name.isdigit() or len(shorter.get(name, ())) > 1 or _SERIES.fullmatch(name):
             continue
         pattern = r"(?<![\w.])" + r"[ \t_-]?".join(map(re.escape, _APART.split(name))) + r"(?![\w.]*\w)"
-        if len(_plain(name)) < _PLAIN_SHORTEST:
-            pattern = rf"(?:(?<=\bGPU )|(?<=\bGPU: )){pattern}|{pattern}(?= GPUs?\b)"
-        cased = 0 if len(_plain(name)) < _CASED_SHORTEST else re.IGNORECASE
-        if match := re.search(pattern, text, cased):
+        length = len(_plain(name))
+        after = r"(?<=\bGPU )|(?<=\bGPU: )" + (r"|(?<=\bon )" if length >= _SHORTEST_ON else "")
+        alone = [pattern] if length >= _SHORTEST_ALONE else []
+        beside = rf"(?i:(?:{after}){pattern}|{pattern}(?= GPUs?\b))"
+        pattern = rf"(?i:{pattern})" if length >= _SHORTEST_OF_ANY_CASE else "|".join([beside, *alone])
+        if match := re.search(pattern, text):
             found.setdefault(named[name], match.group())
-            text = re.sub(pattern, " ", text, flags=cased)
+            text = re.sub(pattern, " ", text)
     return found
 
 
 # A series and no chip: `RTX 2000`, of which an `RTX 2000 Ada` is no member.
 _SERIES = re.compile(r"RTX [1-9]000?")
-_PLAIN_SHORTEST = 4  # characters of a name that needs no `GPU` beside it
-_CASED_SHORTEST = 5  # characters of a name that is written in either case
+_SHORTEST_ON = 3  # characters of a name that `on` may stand before
+_SHORTEST_ALONE = 4
+_SHORTEST_OF_ANY_CASE = 5
 
 
 def _after(arches: Arches, words: Words) -> re.Pattern[str]:

@@ -228,8 +228,8 @@ def _without(log: Stream, lines: list[Line]) -> str:
 
 # What a text says of the chip that something takes, and that this one may not be: "requires .target sm_100 or higher".
 _WANTED = re.compile(
-    r"(?:\b(?:requir\w*|needs?|at least|instead of|works?|only|unlike|not on|older)\b|(?<!not )(?<!n't )\bsupported\b)[^\n]*"
-    r"|\b\w+(?:\+|,? (?:or|and) (?:higher|newer|later|above|greater|up)\b)",
+    r"(?:\b(?:requir\w*|needs?|at least|instead of|works?|only|unlike|not on|older)\b|(?<!not )(?<!n't )\bsupported\b)"
+    r"[^\n]*|\bpre[- ]\w+|\b\w+(?:\+|,? (?:or|and) (?:higher|newer|later|above|greater|up)\b)",
     re.IGNORECASE,
 )
 
@@ -322,7 +322,7 @@ def _chip(text: str, registry: Registry, owner: LogValue | None) -> tuple[LogVal
     named = target_names.mentioned_chips(bare, arches, words_of)
     unknown: dict[tuple[str, str], str] = {}
     for prefix, backend in prefixes.items():  # sm87 is written for sm_87, too
-        for number in re.findall(rf"\b{re.escape(prefix.rstrip('_'))}_?(\d{{2,4}}[a-z]?)\b", bare):
+        for number in re.findall(rf"\b{re.escape(prefix.rstrip('_'))}_?(\d{{2,4}}[a-z]?)\b", bare.lower()):
             name = next((n for n in (prefix + number, _VARIANT.sub("", prefix + number)) if n in arches[backend]), "")
             (named if name else unknown)[backend, name or prefix + number] = prefix + number
     named = named or (unknown if len(unknown) == 1 else {}) or target_names.bare_chips(bare, arches)

@@ -18,7 +18,7 @@ from portattn.tools.quirks.failure_log import normalise, patterns
 from portattn.tools.quirks.recognise import generalise, recognise, split
 
 
-@pytest.mark.parametrize(("kind", "symptom", "text"), CASES["lines"])
+@pytest.mark.parametrize(("kind", "symptom", "text"), [*CASES["lines"], *CASES["quoted"]])
 def test_a_line_is_recognised(kind: str, symptom: str, text: str) -> None:
     failure = recognise(f"building\n{text}\n")
     assert (failure.kind, failure.symptom) == (kind, symptom)
