@@ -91,7 +91,12 @@ def bare_chips(text: str, arches: Arches) -> dict[tuple[str, str], str]:
                 shorter.setdefault(re.sub(r"(?<=\d{3})[A-Z]+$", "", chip), set()).add((backend, arch))  # MI300
     named = {name: min(pairs) for name, pairs in {**shorter, **whole}.items() if len(pairs) == 1}
     found: dict[tuple[str, str], str] = {}
-    for name in sorted(named, key=len, reverse=True):  # `RTX 4000 Ada` before `RTX 4000`
+    lines = dict.fromkeys(text.splitlines())
+    text = "\n".join(lines)
+    near = "\n".join(line for line in lines if "GPU" in line.upper() or "ON " in line.upper())
+    squeezed = _plain(text)
+    occurring = [name for name in named if _plain(name) in squeezed]  # a log may have 64 MiB, and most names not
+    for name in sorted(occurring, key=len, reverse=True):  # `RTX 4000 Ada` before `RTX 4000`
         digits = sum(map(str.isdigit, name))
         worded = digits or (" " in name and name in whole)
         if not worded or name.isdigit() or len(shorter.get(name, ())) > 1 or _SERIES.fullmatch(name):
@@ -102,7 +107,7 @@ def bare_chips(text: str, arches: Arches) -> dict[tuple[str, str], str]:
         alone = [pattern] if length >= _SHORTEST_ALONE else []
         beside = rf"(?i:(?:{after}){pattern}|{pattern}(?= GPUs?\b))"
         pattern = rf"(?i:{pattern})" if length >= _SHORTEST_OF_ANY_CASE else "|".join([beside, *alone])
-        if match := re.search(pattern, text):
+        if match := re.search(pattern, text if alone else near):
             found.setdefault(named[name], match.group())
             text = re.sub(pattern, " ", text)
     return found
