@@ -92,9 +92,8 @@ def bare_chips(text: str, arches: Arches) -> dict[tuple[str, str], str]:
     named = {name: min(pairs) for name, pairs in {**shorter, **whole}.items() if len(pairs) == 1}
     found: dict[tuple[str, str], str] = {}
     lines = dict.fromkeys(text.splitlines())
-    text = "\n".join(lines)
-    near = "\n".join(line for line in lines if "GPU" in line.upper() or "ON " in line.upper())
-    squeezed = _plain(text)
+    lowered = [(line.lower(), line) for line in lines]
+    squeezed = _plain("\n".join(lines))
     occurring = [name for name in named if _plain(name) in squeezed]  # a log may have 64 MiB, and most names not
     for name in sorted(occurring, key=len, reverse=True):  # `RTX 4000 Ada` before `RTX 4000`
         digits = sum(map(str.isdigit, name))
@@ -107,9 +106,10 @@ def bare_chips(text: str, arches: Arches) -> dict[tuple[str, str], str]:
         alone = [pattern] if length >= _SHORTEST_ALONE else []
         beside = rf"(?i:(?:{after}){pattern}|{pattern}(?= GPUs?\b))"
         pattern = rf"(?i:{pattern})" if length >= _SHORTEST_OF_ANY_CASE else "|".join([beside, *alone])
-        if match := re.search(pattern, text if alone else near):
+        head = _APART.split(name)[0].lower()
+        if match := re.search(pattern, "\n".join(line for low, line in lowered if head in low)):
             found.setdefault(named[name], match.group())
-            text = re.sub(pattern, " ", text)
+            lowered = [(rest.lower(), rest) for _, line in lowered for rest in [re.sub(pattern, " ", line)]]
     return found
 
 
