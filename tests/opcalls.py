@@ -15,6 +15,7 @@ from support import Device
 import portattn
 from portattn.api import call as call_module
 from portattn.api import dispatch
+from portattn.kernels.score_program import with_functions
 from portattn.launch.symbolic_tensor import SymbolicTensor, TensorKind
 from portattn.planning import core_path
 from portattn.planning.kernel_specs import DecodeSplit
@@ -314,7 +315,7 @@ def pretend_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     def launch_all(launches: Any, plan: Any, q: torch.Tensor) -> None:
         for launch in launches if has_rows(plan) else ():
             kernel = getattr(load_kernels(launch.module, interpreted=True), launch.function)
-            kernel[launch.grid](**launch.arguments, **launch.constexprs)
+            kernel[launch.grid](**launch.arguments, **with_functions(launch.constexprs))
 
     constexprs = DecodeSplit.constexprs
 

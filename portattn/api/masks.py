@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ import torch
 from portattn.api.score_functions import cached_trace, made_once
 from portattn.config import current
 from portattn.errors import ArgumentError, warn_caller
+from portattn.kernels.score_program import as_window
 from portattn.reference.dropout import block_mask
 from portattn.reference.score_functions import PART, WHOLE, block_lists
 from portattn.schema.problem_limits import MAX_TREE
@@ -244,6 +246,8 @@ def block_tensors(
         _check_same(lists.kv_num_blocks, lists.full_kv_num_blocks)
     if lists is not block_mask:
         _check_heads([counts for _, counts, _ in given], q.shape[0], q.shape[3 - axis])
+        if _are_of_window(block_mask):
+            return None, mask, None, _and(block_mask.mask_mod, mask_mod)
         mask, mask_mod = _with_mod(block_mask, mask, mask_mod, q, rows, keys)
     decides = PART if mask_mod is not None else WHOLE
 
@@ -356,6 +360,27 @@ def _places(name: str, counts: torch.Tensor, indices: torch.Tensor, across: int,
     return torch.where(torch.arange(indices.shape[3], device=indices.device) < counts[..., None], indices, -1)
 
 
+def _and(own: Any, mask_mod: Any) -> Any:
+    from torch.nn.attention.flex_attention import and_masks
+
+    return own if mask_mod is None else and_masks(own, mask_mod)
+
+
+# Of torch's BlockMasks that portattn's create_block_mask made: mask_mod's program, and the lists with their versions.
+made_lists: weakref.WeakKeyDictionary[Any, tuple[str, list[tuple[str, torch.Tensor, int]]]]
+made_lists = weakref.WeakKeyDictionary()
+
+
+def _are_of_window(block_mask: Any) -> bool:
+    """Return whether create_block_mask made the lists, unchanged since, of a mask function that is a window."""
+    if torch.compiler.is_compiling() or block_mask not in made_lists:
+        return False
+    text, lists = made_lists[block_mask]
+    if as_window(text) is None or cached_trace(ATTENTION, "mask_mod", block_mask.mask_mod)[0] != text:
+        return False
+    return all(getattr(block_mask, name) is one and one._version == version for name, one, version in lists)
+
+
 def _with_mod(
     block_mask: Any, mask: Any, mask_mod: Any, q: torch.Tensor, rows: int, keys: int
 ) -> tuple[Any, Any]:  # fmt: skip
@@ -371,7 +396,7 @@ def _with_mod(
         except ArgumentError:
             _warn_once()
         else:
-            return mask, own if mask_mod is None else flex_attention.and_masks(own, mask_mod)
+            return mask, _and(own, mask_mod)
     batch, heads = block_mask.kv_num_blocks.shape[:2]
     made = flex_attention.create_mask(own, batch, heads, rows, keys, device=str(q.device))
     return made if mask is None else made & mask, mask_mod

@@ -26,6 +26,7 @@ from portattn.kernels import score_program
 from portattn.kernels.score_program import CAPTURES, INPUTS, SIZES, Node, ScoreProgram
 from portattn.reference.score_functions import block_lists, block_marks
 from portattn.schema.ops import CAPTURED
+from portattn.validate.features import as_window
 
 Captured = tuple[torch.Tensor | None, ...]
 BLOCK = 128  # queries, and keys, of a block whose mask is looked at
@@ -349,11 +350,13 @@ _captured: dict[Any, torch.Tensor] = {}
 
 def mask_blocks(
     mask_mod: str, q: Any, k: Any, layout: Any, block_mask: Any, block_size: Any, leftpad_q: Any, leftpad_k: Any,
+    causal: Any, window: Any, chunk: Any, alibi_slopes: Any, seqlens_q: Any, seqlens_k: Any,
     captured_0: Any, captured_1: Any, captured_2: Any, captured_3: Any,
 ) -> Any:  # fmt: skip
     """Return the lists of blocks of a mask function and the size of a block, cached by function, sizes and tensors.
 
-    Nothing for calls that have lists of blocks, left padding (blocks count from row 0), or few scores."""
+    Nothing for calls that have lists of blocks, left padding (blocks count from row 0), or few scores, nor for a
+    function in whose place validation sets built-in options."""
     if block_mask is not None or leftpad_q is not None or leftpad_k is not None:
         return block_mask, block_size
     if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and q.ndim == 4 and k.ndim == 4):
@@ -365,10 +368,17 @@ def mask_blocks(
     captured = dict(zip(CAPTURED, (captured_0, captured_1, captured_2, captured_3), strict=True))
     if any(t is not None and torch._C._functorch.is_functorch_wrapped_tensor(t) for t in captured.values()):
         return None, None  # of vmap's tensors each has its own blocks
-    return left_out["block lists"](mask_mod, captured, sizes, q.device), (BLOCK, BLOCK)
+    free = not causal and all(given is None for given in (window, chunk, alibi_slopes))
+    whole = seqlens_q is None and seqlens_k is None
+    made = left_out["block lists"](mask_mod, captured, sizes, q.device, free, whole)
+    return made, None if made is None else (BLOCK, BLOCK)
 
 
-def _cached_lists(text: str, captured: dict[str, Any], sizes: tuple[int, int, int, int], device: Any) -> torch.Tensor:
+def _cached_lists(
+    text: str, captured: dict[str, Any], sizes: tuple[int, int, int, int], device: Any, free: bool, whole: bool
+) -> torch.Tensor | None:
+    if free and as_window(text, "attention", *sizes[2:], whole) is not None:
+        return None
     tensors = [tensor for tensor in captured.values() if tensor is not None]
     program = score_program.parse(text)
     batch, heads = sizes[0] if program.uses("b") else 1, sizes[1] if program.uses("h") else 1

@@ -17,6 +17,7 @@ from torch.nn.attention import flex_attention as _torchs
 from torch.nn.attention.flex_attention import BlockMask, and_masks, create_mask, noop_mask, or_masks
 
 from portattn.api import ops
+from portattn.api.masks import made_lists
 from portattn.api.score_functions import cached_trace
 from portattn.api.signatures import request_of
 from portattn.api.transform_checks import leave_out, left_out
@@ -294,6 +295,9 @@ def _create(
     for name, tensor in vars(made).items():
         if isinstance(tensor, torch.Tensor):
             setattr(made, name, tensor.expand(*whole, *tensor.shape[2:]))
+    lists = [(name, each) for name, each in vars(made).items() if isinstance(each, torch.Tensor)]
+    if not any(each.is_inference() for _, each in lists):  # those count no versions
+        made_lists[made] = text, [(name, each, each._version) for name, each in lists]
     return made
 
 

@@ -385,7 +385,8 @@ def plan(
 
     rejected: list[Rejection] = []
     # Why paths were passed over that cover nothing that a later one does not.
-    notes: list[str] = [NOT_INTERPRETED] if automatic and core == INTERPRETER else []
+    notes: list[str] = [problem.function_note] if problem.function_note else []
+    notes += [NOT_INTERPRETED] if automatic and core == INTERPRETER else []
     quirks: dict[str, AppliedQuirk] = {}  # quirks that reject a path before the one that is taken
     deferred: Plan | None = None  # of a path that leaves the problem to a later one, which is faster at it
     barred = ""  # the quirk that leads to the reference

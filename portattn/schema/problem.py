@@ -82,6 +82,7 @@ class Problem(Flags, metaclass=_ByKeyword, frozen=True, kw_only=True, forbid_unk
         block_q, block_k: queries and keys of a block of block_mask; block_k also of a chosen block
         bias_by_key, mask_by_key: they are the same for every head and query of a sequence
         score_mod, mask_mod: programs of the caller's functions of scores and masks (kernels/score_program.py)
+        function_note: which built-in options stand for the caller's functions, for the plan
         num_splits: programs that share a row's keys, as the caller demands; 0: planning chooses
         aligned: rows are contiguous, and bases and outer strides are multiples of 16 bytes (for TMA)
         word_aligned: the same for a cache's rows, with 4 bytes (for a float32 scale inside them). For nvfp4 the blocks'
@@ -136,6 +137,7 @@ class Problem(Flags, metaclass=_ByKeyword, frozen=True, kw_only=True, forbid_unk
     block_k: int = 128
     score_mod: str = ""
     mask_mod: str = ""
+    function_note: str = ""
     grad_captured: bool = False
     num_splits: int = 0
     kv_format: KvFormat = "as_q"

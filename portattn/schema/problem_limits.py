@@ -139,7 +139,7 @@ PLAIN = frozenset(
     {
         "op", "batch", "heads_q", "heads_k", "seq_q", "seq_k", "head_dim", "dtype", "layout", "page_layout",
         "pages_in_line", "bias_by_key", "mask_by_key", "block_q", "block_k", "aligned", "word_aligned", "large",
-        "kv_scales", "rotary_dim",
+        "kv_scales", "rotary_dim", "function_note",
     }
 )  # fmt: skip
 # Fields that an op is not called without.

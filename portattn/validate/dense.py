@@ -200,7 +200,8 @@ def _attention_call(
             if lengths[name] is not None:
                 limit = "goes without block_mask, whose blocks count from the first row and key"
                 raise ArgumentError(op, name, tuple(lengths[name].shape), limit)
-    found.check_scored(Scores(batch, heads_q, seq_q, seq_k, seq_q + seq_k))
+    whole = not settings.invariant and all(length is None for length in lengths.values())
+    found.check_scored(Scores(batch, heads_q, seq_q, seq_k, seq_q + seq_k, whole=whole))
 
     return build(
         op,

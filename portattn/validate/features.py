@@ -12,9 +12,10 @@ import torch
 from portattn.errors import ArgumentError
 from portattn.kernels import score_program
 from portattn.schema.call import Call
-from portattn.schema.ops import CAPTURED, FEATURES, ROWS
+from portattn.schema.ops import BACKWARD, CAPTURED, FEATURES, ROWS
 from portattn.schema.problem import Problem
 from portattn.schema.problem_limits import MAX_TREE, UNLIMITED, chunk_or_none
+from portattn.schema.symbolic_int import is_size
 from portattn.schema.tensors import INT32_MAX, TRITON_DTYPE
 from portattn.validate.checks import (
     DTYPES,
@@ -43,7 +44,28 @@ def ceil_div(a: Any, b: Any) -> Any:
     return -(-a // b)
 
 
+def as_window(text: str, op: str, rows: Any, keys: Any, whole: bool) -> tuple[str, tuple[int, int]] | None:
+    """Return causal and window by which a call without either masks as a mask function does; None for none.
+
+    A function numbers queries from their sequence's first, over caches as their own keys. So causal="top_left" and
+    "bottom_right" do, and a window that is not causal is bottom-right.
+
+    Args:
+        text: the function's program
+        rows, keys: sizes of dense tensors; an unknown torch.SymInt is not compared
+        whole: no sequence has a length of its own, and results may depend on sizes
+    """
+    found = score_program.as_window(text)
+    if found is None or found == (UNLIMITED, UNLIMITED):
+        return found and ("none", found)
+    square = whole and is_size(rows) and is_size(keys) and rows == keys
+    if op not in BACKWARD or square:
+        return "bottom_right" if found[1] == 0 else "none", found
+    return ("top_left", found) if found[1] == 0 else None
+
+
 FLOAT32_TINY = torch.finfo(torch.float32).tiny  # scores are divided by the cap
+FLOAT32_MAX = torch.finfo(torch.float32).max
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _INTEGERS_OF = "tuple(int(x) for x in window)"  # also of a float tensor's, and of pairs of tensors
@@ -71,6 +93,7 @@ class Scores:
     keys: int
     reach: int = 0  # more than any distance between a query and a key
     packed: bool = False  # packed queries: (rows, keys) has no place for each score
+    whole: bool = False  # no sequence has a length of its own, and the bits of results may depend on sizes
     total: int = 0  # rows of packed queries
 
     @property
@@ -255,9 +278,32 @@ class Features:
 
     def score_mod(self, text: Any, scores: Scores) -> None:
         self._program("score_mod", text, "f")
+        cap = score_program.as_softcap(text)
+        if cap is not None and not self.problem.get("softcap") and FLOAT32_TINY <= cap <= FLOAT32_MAX:
+            self.softcap(cap, scores)
+            self._replaced("score_mod", f"softcap={cap}")
 
     def mask_mod(self, text: Any, scores: Scores) -> None:
         self._program("mask_mod", text, "b")
+        sides = self.problem["window_left"], self.problem["window_right"]
+        # Such options have an alignment of their own, and whole blocks of lists no mask.
+        given = any(self.problem.get(name) for name in ("chunk", "alibi_slopes", "block_mask"))
+        given = given or self.problem["causal"] != "none" or sides != (UNLIMITED, UNLIMITED)
+        found = None if given else as_window(text, self.op, scores.rows, scores.keys, scores.whole)
+        if found is None:
+            return
+        causal, (left, right) = found
+        self.problem["causal"] = causal
+        self.window((left, right), scores)
+        words = [f"causal={causal!r}"] if causal != "none" else []
+        words += [f"window=({left}, {right})"] if left != UNLIMITED or right > 0 else []
+        self._replaced("mask_mod", " and ".join(words) or "no mask")
+
+    def _replaced(self, name: str, options: str) -> None:
+        """Take a function out of the Problem, for which built-in options stand now."""
+        del self.problem[name]
+        before = self.problem.get("function_note", "")
+        self.problem["function_note"] = f"{before}; {name} is {options}".removeprefix("; ")
 
     def _program(self, name: str, text: Any, kind: str) -> None:
         """Check a program and the tensors that it reads, of api/score_functions.py or of an exported graph."""

@@ -46,7 +46,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
 NO_DEMANDS = (
     "op", "batch", "heads_q", "heads_k", "seq_q", "seq_k", "head_dim", "dtype", "layout", "page_layout",
     "pages_in_line", "bias_by_key", "mask_by_key", "aligned", "word_aligned", "large", "total_k", "tokens",
-    "kv_scales", "rotary_dim",
+    "kv_scales", "rotary_dim", "function_note",
 )  # fmt: skip
 TARGETS = {
     "cuda": ("cuda:sm_90", "triton==3.6.0"), "rocm": ("rocm:gfx942", "triton==3.6.0"),

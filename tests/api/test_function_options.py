@@ -1,0 +1,182 @@
+"""Functions that say what a built-in option says become the option; all others stay functions."""
+
+import functools
+import math
+import random
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from support import Device
+from torch.nn.attention import flex_attention as torchs
+
+import portattn
+from portattn.api.score_functions import cached_trace
+from portattn.integrations.flex_attention import create_block_mask, flex_attention
+from portattn.kernels.score_program import as_softcap, as_window
+from portattn.planning.planner import plan
+from portattn.planning.registry import parse_target
+from portattn.reference.score_functions import evaluate
+from portattn.schema.problem import Problem
+
+OFFSET, ZERO = torch.tensor(0), 0
+CAUSAL, PAST, BOTH, WINDOW = "q >= k", "8 >= q - k", "(q - k).abs() <= 5", "(q >= k) & (q - k < 8)"
+# Masks of q_idx and kv_idx, and the window (left, right) that they are.
+WINDOWS: dict[str, tuple[int, int] | None] = {
+    CAUSAL: (-1, 0), "k <= q": (-1, 0), "~(k > q)": (-1, 0), "k - q < 1": (-1, 0), "q + ZERO >= k": (-1, 0),
+    "q.long() >= k": (-1, 0), WINDOW: (7, 0), "(q - k <= 8) & (k - 3 <= q)": (8, 3), PAST: (8, -1), BOTH: (5, 5),
+    "torch.logical_and(q == k, q > k - 9)": (0, 0), "torch.ones_like(q) == 1": (-1, -1), "q >= q": (-1, -1),
+} | dict.fromkeys([
+    "-8 < (k - q + 1).abs()", "q > k", "q >= k + 1", "(q >= k) | (k < 4)", "q + k >= k + k", "q + OFFSET >= k",
+    "q >= k + h", "q.float() >= k", "q.to(torch.int8) >= k", "q != k", "q < q", "(q - k).abs() >= 5", "k < 9",
+    "~((q - k).abs() < 5)", "q - k + 2**30 + 2**30 >= 0", "2 * q >= k", "(q >= k) ^ (q == k)", "q >= k - 2**31",
+])  # fmt: skip
+
+
+def mask_of(source: str) -> Any:
+    return eval(f"lambda b, h, q, k: {source}", {"torch": torch, "OFFSET": OFFSET, "ZERO": ZERO})
+
+
+def shown(text: str, rows: int, keys: int) -> torch.Tensor:
+    at = {"q_idx": torch.arange(rows, dtype=torch.int32)[:, None], "kv_idx": torch.arange(keys, dtype=torch.int32)}
+    return evaluate(text, at, {}).expand(rows, keys)
+
+
+def as_mask(window: tuple[int, int], rows: int, keys: int) -> torch.Tensor:
+    far = torch.arange(rows)[:, None] - torch.arange(keys)
+    left, right = (math.inf if side == -1 else side for side in window)
+    return (far <= left) & (-far <= right)
+
+
+@pytest.mark.parametrize("source", WINDOWS)
+def test_windows_and_near_misses(source: str) -> None:
+    window, (text, captured) = WINDOWS[source], cached_trace("attention", "mask_mod", mask_of(source))
+    assert as_window(text) == window
+    assert window is None or torch.equal(shown(text, 40, 50), as_mask(window, 40, 50))
+    assert bool(captured) == ("OFFSET" in source)
+
+
+def test_random_masks() -> None:
+    """Whatever is a window masks as its function does, element by element."""
+    draw, windows = random.Random(0), 0
+    pairs = "q k", "k q", "q-k 0", "k-q 0", "(q-k).abs() 0", "-k -q", "q+k k"
+    for _ in range(400):
+        terms = []
+        for _ in range(draw.randint(1, 3)):
+            a, b = draw.choice(pairs).split()
+            sign = draw.choice(["<", "<=", "<", "<=", ">", ">=", "=="])
+            no, more = draw.choice(["", "", "", "~"]), draw.choice([0, 1, -2])
+            terms.append(f"{no}({a} + {more} {sign} {b} + {draw.randint(-3, 9)})")
+        source = draw.choice([" & ", " & ", " & ", " | "]).join(terms)
+        text, _ = cached_trace("attention", "mask_mod", mask_of(source))
+        window = as_window(text)
+        windows += window not in (None, (-1, -1))
+        assert window is None or torch.equal(shown(text, 23, 29), as_mask(window, 23, 29)), source
+    assert windows > 30
+
+
+CAPS: dict[str, float | None] = {"50 * torch.tanh(s / 50)": 50.0, "(s / 2).tanh() * 2": 2.0} | dict.fromkeys([
+    "50 * torch.tanh(s / 49)", "2 * (s / 2 / 2).tanh()", "(s / 2).tanh() * (s / 2).tanh()", "2 * torch.tanh(s / 2) + 1",
+    "2 * torch.sin(s / 2)", "-2 * torch.tanh(s / -2)", "b * (s / b).tanh()", "2 * (s.half() / 2).tanh().float()",
+])  # fmt: skip
+
+
+def cap_of(source: str) -> Any:
+    return eval(f"lambda s, b, h, q, k: {source}", {"torch": torch})
+
+
+@pytest.mark.parametrize("source", CAPS)
+def test_caps_and_near_misses(source: str) -> None:
+    assert as_softcap(cached_trace("attention", "score_mod", cap_of(source))[0]) == CAPS[source]
+
+
+def qkv(rows: int = 300, keys: int = 300) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    shapes = (1, 4, rows, 32), (1, 2, keys, 32), (1, 2, keys, 32)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def problem_of(*given: Any, op: str = "attention", **options: Any) -> Problem:
+    getattr(portattn, op)(*given, **options)
+    return portattn.last_plan().problem
+
+
+def test_plans_are_the_options() -> None:
+    """The same problem, so the same path, lowering and launch on every chip; the plan says so."""
+    tensors, cap, window = qkv(), cap_of("50 * torch.tanh(s / 50)"), mask_of(WINDOW)
+    found = problem_of(*tensors, score_mod=cap, mask_mod=window)
+    options = problem_of(*tensors, softcap=50.0, causal=True, window=(7, 0))
+    note = "score_mod is softcap=50.0; mask_mod is causal='bottom_right' and window=(7, 0)"
+    assert msgspec.structs.replace(found, function_note="") == options
+    for target in ("cuda:sm_90", "rocm:gfx942", "ascend:ascend910b1"):
+        release = "triton==3.6.0" if "ascend" not in target else "triton-ascend==3.2.0"
+        made, right = (plan(each, parse_target(target, release)) for each in (found, options))
+        assert all(getattr(made, name) == getattr(right, name) for name in ("path", "lowering", "launch", "key"))
+        assert note in made.notes
+    assert note in str(portattn.explain("attention", *tensors, score_mod=cap, mask_mod=window))
+    assert problem_of(*tensors, score_mod=cap, softcap=3.0).score_mod
+
+
+SHORT: dict[str, Any] = {"seqlens_k": torch.tensor([280], dtype=torch.int32)}
+EMPTY: dict[str, Any] = {"seqlens_k": torch.tensor([2], dtype=torch.int32)}
+# Operation, queries, options beside the mask, and words of the problem; "" where the mask stays a function.
+PLACES: list[tuple[str, int, dict[str, Any], str, str]] = [
+    ("attention", 300, {}, CAUSAL, "causal bottom-right"), ("attention", 200, {}, WINDOW, "top-left window (7,0)"),
+    ("attention", 300, {}, BOTH, "window (5,5)"), ("attention", 200, {}, BOTH, ""),
+    ("attention", 200, {}, "q >= q", " "),
+    ("attention", 300, SHORT, CAUSAL, "causal top-left"), ("attention", 300, SHORT, PAST, ""),
+    ("attention", 300, {"window": (3, 3)}, CAUSAL, ""), ("attention", 300, {"causal": True}, PAST, ""),
+    ("attention", 300, {"alibi_slopes": torch.ones(4)}, CAUSAL, ""), ("attention", 300, {"chunk": 64}, CAUSAL, ""),
+    ("decode_attention", 3, SHORT, BOTH, "window (5,5)"), ("decode_attention", 3, EMPTY, WINDOW, "window (7,0)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: f"{place[0]} {place[1]} {list(place[2])} {place[3]}")
+def test_an_option_is_aligned_as_its_function(place: Any) -> None:
+    """Sizes that make both alignments the same, lengths, and options that have an alignment of their own."""
+    op, rows, options, source, words = place
+    call = functools.partial(getattr(portattn, op), *qkv(rows), **options, return_lse=True)
+    found = call(mask_mod=mask_of(source))
+    problem = portattn.last_plan().problem
+    assert bool(problem.mask_mod) == (not words)
+    assert not words or (words in str(problem) and "block_mask" not in str(problem))
+    expected = call(mask_mod=mask_of(f"({source}) & ((k >= 0) | (q < 0))"))  # an or: no window
+    torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-5)
+
+
+def test_lists_of_create_block_mask_add_nothing() -> None:
+    tensors: Any = qkv()
+    for source, listed in (("(q >= k) | (k < 4)", True), (WINDOW, False)):
+        mod = mask_of(source)
+        mask = create_block_mask(mod, None, None, 300, 300, "cpu")
+        theirs = torchs.create_block_mask(mod, None, None, 300, 300, "cpu")
+        right = flex_attention(*tensors, block_mask=theirs, enable_gqa=True)
+        assert portattn.last_plan().problem.block_mask, "torch's lists may be anything"
+        torch.testing.assert_close(flex_attention(*tensors, block_mask=mask, enable_gqa=True), right)
+        assert portattn.last_plan().problem.block_mask == listed
+    mask = create_block_mask(mod, None, None, 300, 300, "cpu")
+    mask.kv_num_blocks[:] = 0  # the whole blocks are left
+    assert not torch.allclose(flex_attention(*tensors, block_mask=mask, enable_gqa=True), right)
+    assert portattn.last_plan().problem.block_mask
+
+
+def test_invariance_and_packed_rows_ask_no_sizes() -> None:
+    tensors = qkv()
+    with portattn.settings(invariant=True):
+        assert problem_of(*tensors, mask_mod=mask_of(CAUSAL)).causal == "top_left"
+        assert problem_of(*tensors, mask_mod=mask_of(BOTH)).mask_mod
+    rows = torch.tensor([0, 100, 300], dtype=torch.int32)
+    packed = [tensor[0].transpose(0, 1) for tensor in tensors]
+    sizes = {"max_seqlen_q": 200, "max_seqlen_k": 200, "op": "varlen_attention"}
+    assert problem_of(*packed, rows, rows, mask_mod=mask_of(WINDOW), **sizes).causal == "top_left"
+
+
+@pytest.mark.interpreter
+def test_a_cached_call_of_other_sizes_is_no_window(device: Device, kept: str) -> None:
+    for rows in (40, 40, 24, 40):
+        tensors = [tensor.to(kept) for tensor in qkv(rows=rows, keys=40)]
+        found, expected = (
+            portattn.attention(*tensors, mask_mod=mask_of(BOTH), backend=path) for path in (None, "reference")
+        )
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
