@@ -88,6 +88,10 @@ _NARROW: dict[str, Any] = {"kv_format": "e4m3", "kv_scales": "head"}
 _WHOLE: dict[str, Any] = {"kv_format": "int8", "kv_scales": "token"}
 _PAGED: dict[str, Any] = {"op": "paged_attention", "seq_q": 177, "seqlens_k": True}
 
+# A program of scores (kernels/score_program.py): ALiBi, with slopes 2^-(h + 1).
+ALIBI = "t0 i sub kv_idx q_idx\nt1 f to_f t0\nt2 f to_f h\nt3 f sub -1.0 t2\nt4 f exp2 t3\nt5 f mul t1 t4\n"
+ALIBI += "t6 f add score t5\nout t6"
+
 # Lengths (queries, keys) that take the forms which the problems before them do not.
 _FULL: dict[int, tuple[tuple[int, int], ...]] = {
     64: ((77, 341), (77, 2541), (277, 341), (277, 541)),
@@ -119,6 +123,7 @@ FORWARD = (
     Problem(op="decode_attention", **_COMMON, seqlens_k=True, seq_q=17, seq_k=2541, head_dim=128, dtype="bf16",
             tree_mask=True),
     Problem(**_COMMON, seq_q=177, seq_k=2541, head_dim=128, dtype="bf16", softcap=True),
+    Problem(**_COMMON, seq_q=177, seq_k=541, head_dim=128, dtype="bf16", causal="bottom_right", score_mod=ALIBI),
     *(
         Problem(**_COMMON, seq_q=rows, seq_k=keys, head_dim=dim, dtype="bf16")
         for dim, lengths in _FULL.items()

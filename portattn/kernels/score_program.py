@@ -423,20 +423,32 @@ def triton_source(program: ScoreProgram, name: str, derivative: bool) -> str:
 
 
 @functools.lru_cache(maxsize=1024)
+def python_source(text: str, derivative: bool = False) -> str:
+    """Return the source that `load_function` takes: of Triton, or of Gluon, which has the same words."""
+    # Triton's cache keys have the name of a function that is a constant, and not its text.
+    program = parse(gradient(text) if derivative else text)
+    name = f"f_{hashlib.sha256(triton_source(program, 'f', derivative).encode()).hexdigest()[:20]}"
+    return _HELPERS + triton_source(program, name, derivative)
+
+
+@functools.lru_cache(maxsize=1024)
+def load_function(source: str, jit: Any, language: Any, tanh: Any) -> Any:
+    """Return the function of a source. jit: triton, or the package gluon; tanh: a function of either."""
+    name = source[source.rindex("def ") + 4 :].partition("(")[0]
+    file = f"<portattn score program {name}, {jit.__name__}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    scope: dict[str, Any] = {"triton": jit, "tl": language, "tanh": tanh, "__name__": __name__}
+    exec(compile(source, file, "exec", dont_inherit=True), scope)
+    return scope[name]
+
+
 def _function(text: str, derivative: bool) -> Any:
     import triton
     import triton.language as tl
 
     from portattn.kernels.softmax import tanh
 
-    # Triton's cache keys have the name of a function that is a constant, and not its text.
-    program = parse(gradient(text) if derivative else text)
-    name = f"f_{hashlib.sha256(triton_source(program, 'f', derivative).encode()).hexdigest()[:20]}"
-    source, file = _HELPERS + triton_source(program, name, derivative), f"<portattn score program {name}>"
-    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-    scope: dict[str, Any] = {"triton": triton, "tl": tl, "tanh": tanh, "__name__": __name__}
-    exec(compile(source, file, "exec", dont_inherit=True), scope)
-    return scope[name]
+    return load_function(python_source(text, derivative), triton, tl, tanh)
 
 
 def with_functions(constants: Mapping[str, Any]) -> dict[str, Any]:

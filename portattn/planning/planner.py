@@ -35,7 +35,7 @@ from portattn.planning.data_files import has_arches
 from portattn.planning.kernel_specs import CORES, ONE_ORDER, varies
 from portattn.planning.registry import Registry
 from portattn.schema.compile_record import NO_RECORDS, CompileRecords
-from portattn.schema.ops import ROWS
+from portattn.schema.ops import MODS, ROWS
 from portattn.schema.plan import AppliedQuirk, Plan, Rejection
 from portattn.schema.problem import Problem
 from portattn.schema.quirk import Quirk, concerning
@@ -114,6 +114,7 @@ def variant_key(variant: Variant, problem: Problem, schedule: dict[str, Any], ta
         "schedule": schedule,
         "dtype": problem.dtype,
         "cache": [problem.kv_format, problem.kv_scales, problem.has_lists],
+        "functions": [getattr(problem, name) for name in MODS],
         "optional": {name: getattr(problem, name) for name in OPTIONAL} | {"packed": problem.packed},
         "target": target.name,
         "toolchain": [target.toolchain.distribution, target.toolchain.version, target.toolchain.components],

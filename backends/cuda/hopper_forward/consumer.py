@@ -12,6 +12,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from portattn.backends.cuda.gluon_names import arrive, store, sync
 from portattn.backends.cuda.hopper_forward import GROUP_ROWS
 from portattn.backends.cuda.hopper_forward.fragments import (
+    LOG2E,
+    apply_score_mod,
     apply_softcap,
     clear,
     following,
@@ -124,11 +126,14 @@ def _first_state(s, limits, n, scale, softcap, shared, form):
     if form.SOFTCAP:
         s = apply_softcap(s, scale, softcap, form)
         factor = 1.0
+    if form.SCORE_MOD is not None:
+        s = apply_score_mod(s, limits, n, scale, form)
+        factor = LOG2E
     if masked:
         s = masked_scores(s, limits, n, form)
     row_max = row_maximum(s, form) * factor
     base = row_max
-    if masked:
+    if masked or form.SCORE_MOD is not None:
         base = gl.where(row_max == -float("inf"), 0.0, row_max)
     p = weights(s, factor, base, form)
     acc = gl.zeros([_ROWS, form.DIM], gl.float32, form.OUTPUT)
@@ -170,6 +175,9 @@ def _step(state, q, ring, limits, n, scale, softcap, shared, masked: gl.constexp
     if form.SOFTCAP:
         s = apply_softcap(s, scale, softcap, form)
         factor = 1.0
+    if form.SCORE_MOD is not None:
+        s = apply_score_mod(s, limits, n, scale, form)
+        factor = LOG2E
     if masked:
         s = masked_scores(s, limits, n, form)
     if not blocks:
@@ -179,7 +187,7 @@ def _step(state, q, ring, limits, n, scale, softcap, shared, masked: gl.constexp
     else:
         row_max = gl.maximum(state.row_max, largest * factor)
     base = row_max
-    if masked:
+    if masked or form.SCORE_MOD is not None:  # a function may hide a row's every key
         base = gl.where(row_max == -float("inf"), 0.0, row_max)
     if form.HALVED:
         alpha = gl.exp2(state.row_max - base)
@@ -260,7 +268,7 @@ def _rest(state, ring, limits, keys, q, scale, softcap, shared, group: gl.conste
     if form.LEFT:
         stop = gl.minimum(gl.maximum(keys.clean, keys.begin), n)
     for _ in range(n - stop):
-        if form.INT8:  # its keys have scales; else which tile it is plays no part
+        if form.INT8 or form.SCORE_MOD is not None:  # else which tile it is plays no part
             n -= 1
         state, ring = _next(state, q, ring, limits, n, scale, softcap, shared, False, group, form)
     if form.LEFT:

@@ -149,11 +149,37 @@ def apply_softcap(s, scale, softcap, form):
     return s
 
 
+@gluon.jit
+def _tanh(x):
+    return gl.inline_asm_elementwise(TANH, "=f,f,f,f", [x, 1.0, 1.0], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.constexpr_function
+def score_function(source):
+    """Return the Gluon function of a source of kernels/score_program.py; None for None."""
+    from portattn.kernels.score_program import load_function  # the dependencies of a global have to be constants
+
+    return None if source is None else load_function(source, gluon, gl, _tanh)
+
+
+LOG2E: gl.constexpr = gl.constexpr(math.log2(math.e))
+
+
+@gluon.jit
+def apply_score_mod(s, limits, n, scale, form):
+    """Return the natural scores that SCORE_MOD makes of a tile's products."""
+    keys = n * form.KEYS + gl.arange(0, form.KEYS, gl.SliceLayout(0, form.SCORES))
+    rows = gl.expand_dims(limits.rows, 1)
+    none = 0  # captured tensors and their sizes
+    return form.SCORE_MOD(s * scale, limits.slot, limits.head, rows, gl.expand_dims(keys, 0), none, none, none, none,
+                          none, none, none, none, none, none, none, none)  # fmt: skip
+
+
 @aggregate
 class Limits:
     """The keys that each of a warp group's rows sees: [start, end), with TREE from `first` on the nodes of its word.
 
-    Without TREE the fields from `low` on hold no meaning.
+    Without TREE the fields from `low` to `hidden` hold no meaning, and without SCORE_MOD those after them.
     """
 
     start: gl.tensor  # [64]
@@ -162,10 +188,14 @@ class Limits:
     high: gl.tensor  # [64]
     first: gl.tensor  # the key of bit 0
     hidden: gl.tensor  # bits of the nodes that no row of the sequence sees, int64
+    rows: gl.tensor  # [64] numbers of the queries,
+    slot: gl.tensor  # of their sequence
+    head: gl.tensor  # and of their head
 
     @gluon.constexpr_function
-    def __init__(self, start, end, low, high, first, hidden):
+    def __init__(self, start, end, low, high, first, hidden, rows, slot, head):
         self.start, self.end, self.low, self.high, self.first, self.hidden = start, end, low, high, first, hidden
+        self.rows, self.slot, self.head = rows, slot, head
 
 
 @gluon.jit
@@ -197,7 +227,7 @@ def row_limits(work, rows, seen, position, sizes, form):
             all_words = all_words & gl.where(last < 0, 0, gl.where(last > 62, -1, bits))
         nodes = gl.where(node < work.q_length, gl.full([64], 1, gl.int64, each) << node.to(gl.int64), 0)
         hidden = gl.reduce(nodes, 0, _or) & ~gl.reduce(all_words, 0, _or)
-    return Limits(start, end, low, high, first, hidden)
+    return Limits(start, end, low, high, first, hidden, rows, work.slot, work.head)
 
 
 @gluon.jit

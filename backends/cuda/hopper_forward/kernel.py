@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from portattn.backends.cuda.gluon_names import load, reinterpreted, sync
 from portattn.backends.cuda.hopper_forward import GROUP_ROWS
 from portattn.backends.cuda.hopper_forward.consumer import consume
-from portattn.backends.cuda.hopper_forward.fragments import following
+from portattn.backends.cuda.hopper_forward.fragments import following, score_function
 from portattn.backends.cuda.hopper_forward.low_precision_products import transposed_first
 from portattn.backends.cuda.hopper_forward.products import FREE
 from portattn.backends.cuda.hopper_forward.tile_scheduler import (
@@ -301,7 +301,7 @@ def scheduled_forward(
     PAIRS: gl.constexpr, OWN_OUT: gl.constexpr, QUERIES: gl.constexpr, REG_Q: gl.constexpr, PARTS: gl.constexpr,
     PAGE: gl.constexpr, HEADS: gl.constexpr, FP8: gl.constexpr, COLUMNS: gl.constexpr, USED: gl.constexpr,
     KEPT: gl.constexpr, HALVED: gl.constexpr, INT8: gl.constexpr, SIDE: gl.constexpr, LAZY: gl.constexpr,
-    FORMAT: gl.constexpr, TREE: gl.constexpr, CONSUMER: gl.constexpr, PRODUCER: gl.constexpr, DEQUANTIZER: gl.constexpr,
+    FORMAT: gl.constexpr, TREE: gl.constexpr, SCORE_MOD: gl.constexpr, CONSUMER: gl.constexpr, PRODUCER: gl.constexpr, DEQUANTIZER: gl.constexpr,
 ):  # fmt: skip
     """A persistent block. The number of blocks is anything up to the number of tiles.
 
@@ -322,19 +322,21 @@ def scheduled_forward(
           of its numbers, and have scales alone
     tree_mask, tree_stride  with TREE (B, Sq) int64 words by rows so far apart, of packed queries one row; else None
     counter  one int32, which is 0 and is left at 0; two launches that may overlap must not share it
-    scale    the softmax scale times log2(e), positive; with SOFTCAP scale/softcap
+    scale    the softmax scale times log2(e), positive; with SOFTCAP scale/softcap, with SCORE_MOD the scale alone
+    SCORE_MOD  None, or the source of a function of scores (kernels/score_program.py)
     softcap  with SOFTCAP log2(e)·softcap
     CONSUMER, PRODUCER, DEQUANTIZER  registers of a thread. The other constants: Form
     """
     form = Form(GROUPS, KEYS, DIM, STAGES, RIGHT, LEFT, TOP_LEFT, RAGGED, VARYING, UNSEEN, SOFTCAP, SPLIT, TURNS, LATE,
                 EARLY, PAIRS, OWN_OUT, QUERIES, REG_Q, PARTS, PAGE, HEADS, k_desc.block_shape[2],
                 k_desc.block_shape[3], FP8, k_scale is not None, COLUMNS, USED, KEPT, HALVED, INT8,
-                SIDE, LAZY, FORMAT, TREE, page_table is not None)  # fmt: skip
+                SIDE, LAZY, FORMAT, TREE, page_table is not None, score_function(SCORE_MOD))  # fmt: skip
     if SPLIT:
         let_next_kernel_begin()
     gl.static_assert(FORMAT == "as_q" or (PAGE > 0 and GROUPS == 2))
     gl.static_assert(not TREE or (PAGE > 0 and not LEFT))
     gl.static_assert(not (FP8 or INT8) or (OWN_OUT and PAGE == 0))
+    gl.static_assert(SCORE_MOD is None or not (FP8 or INT8 or PAGE or SOFTCAP or form.PACKED))
     gl.static_assert(not INT8 or not (FP8 or SOFTCAP))
     gl.static_assert(not FP8 or not LAZY, "weights of e4m3 have no room above 2^SHIFT")
     gl.static_assert((COLUMNS == DIM and USED == DIM) or (FP8 and DIM == 4 * COLUMNS and USED >= 3 * COLUMNS))

@@ -33,7 +33,7 @@ class Fp8Variant(ForwardVariant):
     name = "gluon_forward_fp8"
     entries = name
     ops = ("attention", "varlen_attention")
-    takes = (ForwardVariant.takes - {"needs_grad"}) | {"kv_format"}
+    takes = (ForwardVariant.takes - {"needs_grad", "score_mod"}) | {"kv_format"}
     needs = f"sm_90, {NEEDS}, e4m3 heads of at most {WIDEST_E4M3} columns, rows and strides of {COLUMN_STEP} bytes"
     canaries = FP8_FORWARD
     formats = (E4M3,)
@@ -164,7 +164,7 @@ class Int8Variant(ForwardVariant):
     name = "gluon_forward_int8"
     entries = name
     ops = ("attention", "varlen_attention")
-    takes = (ForwardVariant.takes - {"needs_grad", "softcap"}) | {"kv_format"}
+    takes = (ForwardVariant.takes - {"needs_grad", "softcap", "score_mod"}) | {"kv_format"}
     needs = f"sm_90, {NEEDS}, int8 q and k of at most {WIDEST_INT8} columns, rows and strides of {COLUMN_STEP} bytes"
     canaries = INT8_FORWARD
     formats = (INT8,)

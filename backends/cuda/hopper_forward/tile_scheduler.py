@@ -54,6 +54,8 @@ class Form:
     FORMAT        "as_q", or the storage of quantised pages, which warps of their own dequantize
     TREE          of a cache, without LEFT: each query's word says which of its sequence's last keys it sees
     TABLE         a table names each sequence's pages; else with a PAGE the cache is contiguous
+    SCORE_MOD     a Gluon function of a program of scores (kernels/score_program.py), or None: of dense 16-bit tensors,
+                  without SOFTCAP
     """
 
     GROUPS: gl.constexpr
@@ -92,6 +94,7 @@ class Form:
     FORMAT: gl.constexpr
     TREE: gl.constexpr
     TABLE: gl.constexpr
+    SCORE_MOD: gl.constexpr
     DEQUANTIZE: gl.constexpr  # there is a FORMAT
     BLOCKS: gl.constexpr  # with INT8: a tile's keys may be two blocks, whose tokens share a scale each
     BYTES: gl.constexpr  # of a number of q and k,
@@ -111,7 +114,7 @@ class Form:
     @gluon.constexpr_function
     def __init__(self, GROUPS, KEYS, DIM, STAGES, RIGHT, LEFT, TOP_LEFT, RAGGED, VARYING, UNSEEN, SOFTCAP, SPLIT, TURNS,
                  LATE, EARLY, PAIRS, OWN_OUT, QUERIES, REG_Q, PARTS, PAGE, HEADS, PIECE, WIDE,
-                 FP8, SCALED, COLUMNS, USED, KEPT, HALVED, INT8, SIDE, LAZY, FORMAT, TREE, TABLE):  # fmt: skip
+                 FP8, SCALED, COLUMNS, USED, KEPT, HALVED, INT8, SIDE, LAZY, FORMAT, TREE, TABLE, SCORE_MOD):  # fmt: skip
         self.GROUPS, self.KEYS, self.DIM, self.STAGES = map(gl.constexpr, (GROUPS, KEYS, DIM, STAGES))
         self.RIGHT, self.LEFT, self.TOP_LEFT, self.SPLIT = map(gl.constexpr, (RIGHT, LEFT, TOP_LEFT, SPLIT))
         self.RAGGED, self.VARYING, self.UNSEEN = map(gl.constexpr, (RAGGED, VARYING, UNSEEN))
@@ -124,7 +127,7 @@ class Form:
         self.COLUMNS, self.USED, self.KEPT, self.HALVED = map(gl.constexpr, (COLUMNS, USED, KEPT, HALVED))
         self.INT8, self.SIDE, self.LAZY = map(gl.constexpr, (INT8, SIDE, LAZY))
         self.FORMAT, self.DEQUANTIZE = gl.constexpr(FORMAT), gl.constexpr(FORMAT != "as_q")
-        self.TREE, self.TABLE = gl.constexpr(TREE), gl.constexpr(TABLE)
+        self.TREE, self.TABLE, self.SCORE_MOD = map(gl.constexpr, (TREE, TABLE, SCORE_MOD))
         self.BLOCKS = gl.constexpr(INT8 and SIDE and KEYS == 128)
         size, deep, wide = (1, 32, 4) if FP8 else (2, 16, 2)
         self.BYTES, self.V_BYTES = gl.constexpr(1 if INT8 else size), gl.constexpr(size)

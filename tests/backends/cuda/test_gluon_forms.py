@@ -9,6 +9,7 @@ from gluon_ptx import assert_synchronised
 
 from portattn import Problem
 from portattn.backends.cuda.hopper_forward.variant import ForwardVariant
+from portattn.backends.cuda.schedules import ALIBI
 from portattn.compile.ensure_compiled import compile_in
 from portattn.launch import meta_call
 from portattn.launch.kernelcall import signatures
@@ -39,7 +40,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "padded": LENGTHS, "padded, window": LENGTHS | {"window_left": 40}, "window": {"window_left": 100},
     "window on both sides": {"window_left": 17, "window_right": 5}, "split": FEW_TILES | {"seq_q": 128, "seq_k": 4096},
     "split, padded": FEW_TILES | LENGTHS | {"batch": 3}, "split, window": FEW_TILES | {"window_left": 700},
-    "softcap": {"softcap": True}, "sinks": {"sinks": True},
+    "softcap": {"softcap": True}, "function": {"score_mod": ALIBI}, "sinks": {"sinks": True},
     "everything": LENGTHS | {"softcap": True, "sinks": True, "window_left": 40}, "pages": PAGED,
     "pages, one head a tile, window": PAGED | {"heads_q": 40, "window_left": 40}, "small pages, packed": SMALL_PAGES,
     "small pages, packed, sinks, softcap, window": SMALL_PAGES | {"sinks": True, "softcap": True, "window_left": 40},
@@ -52,7 +53,8 @@ FEW = (
     ("plain", 64, "none"), ("plain", 128, "bottom_right"), ("plain", 256, "bottom_right"), ("packed", 128, "none"),
     ("padded", 64, "bottom_right"), ("window", 128, "none"), ("split", 64, "none"), ("sinks", 128, "bottom_right"),
     ("split", 128, "bottom_right"), ("ragged", 64, "top_left"), ("pages", 128, "bottom_right"),
-    ("small pages, packed", 128, "none"), ("e4m3 pages", 128, "bottom_right"),
+    ("small pages, packed", 128, "none"), ("e4m3 pages", 128, "bottom_right"), ("function", 64, "none"),
+    ("function", 128, "bottom_right"),
 )  # fmt: skip
 MOST_SPILLED = 256  # bytes a thread, with the release that the schedules were timed with
 ALL = [
