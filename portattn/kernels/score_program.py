@@ -400,17 +400,38 @@ def _load(node: Node, kind: str, sizes: list[str]) -> str:
             "b": f"({loaded}.to(tl.int32) != 0)"}[kind]  # fmt: skip
 
 
-def triton_source(program: ScoreProgram, name: str, derivative: bool) -> str:
-    """Return the Triton function of a program.
+def _as_floats(word: str, nodes: Mapping[str, Node], depth: int = 4) -> str | None:
+    """Return the expression of a whole number, as a float: of rows and keys, which a tile converts once each.
+
+    None unless it is a sum of few indices, or its size, and exact for indices up to FLOAT_INDICES."""
+    number, node = literal(word), nodes.get(word)
+    if type(number) is int and abs(number) <= FLOAT_INDICES:
+        return f"{number}.0"
+    if word in INPUTS[1:]:
+        return f"({word}).to(tl.float32)"
+    if node is None or node.op not in ("add", "sub", "neg", "abs") or not depth:
+        return None
+    parts = [_as_floats(operand, nodes, depth - 1) for operand in node.operands]
+    return None if None in parts else f"({EXPRESSIONS[node.op].format(*parts)})"
+
+
+FLOAT_INDICES = 2**20  # a sum of sixteen such numbers is a float32
+
+
+def triton_source(program: ScoreProgram, name: str, derivative: bool, floats: bool = False) -> str:
+    """Return the Triton function of a program. floats: distances that become floats are computed as floats.
 
     It takes score (a tile), b, h, q_idx and kv_idx (int32, which broadcast with the tile), the captured tensors'
     pointers, their sizes, and of a derivative `grad`. A score function's result has the tile's shape."""
     parameters = [*INPUTS, *(f"c{n}" for n in range(CAPTURES)), *(f"n{n}" for n in range(SIZES))]
+    nodes = {node.name: node for node in program.nodes}
     lines = [f"def {name}({', '.join([*parameters, *(['grad'] if derivative else [])])}):"]
     for node in program.nodes:
         if node.op == "load":
             kind, rank, first = program.captures[int(node.operands[0][1:])]
             made = _load(node, kind, [f"n{first + axis}" for axis in range(rank)])
+        elif floats and node.op == "to_f" and (sums := _as_floats(node.operands[0], nodes)):
+            made = sums
         else:
             made = EXPRESSIONS[node.op].format(*map(_operand, node.operands))
         lines.append(f"    {node.name} = {made}")
@@ -423,12 +444,14 @@ def triton_source(program: ScoreProgram, name: str, derivative: bool) -> str:
 
 
 @functools.lru_cache(maxsize=1024)
-def python_source(text: str, derivative: bool = False) -> str:
-    """Return the source that `load_function` takes: of Triton, or of Gluon, which has the same words."""
+def python_source(text: str, derivative: bool = False, floats: bool = False) -> str:
+    """Return the source that `load_function` takes: of Triton, or of Gluon, which has the same words.
+
+    floats: as of `triton_source`, for sequences of at most FLOAT_INDICES."""
     # Triton's cache keys have the name of a function that is a constant, and not its text.
     program = parse(gradient(text) if derivative else text)
-    name = f"f_{hashlib.sha256(triton_source(program, 'f', derivative).encode()).hexdigest()[:20]}"
-    return _HELPERS + triton_source(program, name, derivative)
+    name = f"f_{hashlib.sha256(triton_source(program, 'f', derivative, floats).encode()).hexdigest()[:20]}"
+    return _HELPERS + triton_source(program, name, derivative, floats)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -6,6 +6,7 @@ import msgspec
 
 from portattn import Problem
 from portattn.backends.cuda.hopper_forward.variant import ForwardVariant
+from portattn.backends.cuda.schedules import ALIBI
 
 VARIANT = ForwardVariant()
 BASE = Problem(
@@ -16,6 +17,8 @@ PACKED = Problem(
     dtype="bf16", return_lse=True,
 )  # fmt: skip
 CAUSAL = ("none", "bottom_right", "top_left")
+# Hides each row's last keys, and every key from a row of less.
+HIDING = "t0 i sub q_idx kv_idx\nt1 i abs t0\nt2 b gt t1 90\nt3 f where t2 score -inf\nout t3"
 
 
 def problem(base: Problem = BASE, **fields: Any) -> Problem:
@@ -30,6 +33,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "many tiles": {"batch": 3, "heads_q": 40, "heads_k": 8, "seq_q": 769, "seq_k": 769}, "fp16": {"dtype": "fp16"},
     "lengths": {"seqlens_q": True, "seqlens_k": True, "batch": 5}, "key lengths": {"seqlens_k": True, "batch": 5},
     "query lengths": {"seqlens_q": True, "batch": 5}, "softcap": {"softcap": True}, "sinks": {"sinks": True},
+    "function": {"score_mod": ALIBI}, "hiding function": {"score_mod": HIDING, "sinks": True, "seqlens_k": True},
     "everything": {"softcap": True, "sinks": True, "seqlens_k": True, "seqlens_q": True, "window_left": 40, "batch": 4},
 }  # fmt: skip
 FEW_TILES: dict[str, dict[str, Any]] = {
@@ -38,6 +42,7 @@ FEW_TILES: dict[str, dict[str, Any]] = {
     "window": {"seq_q": 100, "seq_k": 3000, "window_left": 700},
     "lengths": {"seq_q": 100, "seq_k": 3000, "batch": 3, "seqlens_q": True, "seqlens_k": True},
     "softcap": {"seq_q": 100, "seq_k": 3000, "softcap": True, "return_lse": False},
+    "function": {"seq_q": 100, "seq_k": 3000, "score_mod": HIDING},
 }  # fmt: skip
 WINDOWS = [(0, -1), (100, -1), (-1, 30), (17, 5), (300, 200)]
 ROWS: dict[str, tuple[tuple[int, int], ...]] = {

@@ -58,9 +58,11 @@ PARTS = [(kind, head_dim, causal) for kind, head_dim in WIDTHS for causal in KIN
 
 
 def of(kind, head_dim=128, base=BASE, **fields):
-    """A problem of the kind; int8 takes no softcap."""
+    """A problem of the kind; int8 takes no softcap, and 16 bits alone take functions."""
     if kind == "int8":
         fields["softcap"] = False
+    if kind != "16 bits":
+        fields["score_mod"] = ""
     return problem(base, **{"head_dim": head_dim, "head_dim_v": head_dim} | KINDS[kind].fields | fields)
 
 

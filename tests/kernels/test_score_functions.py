@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import gradient_cases
@@ -9,6 +10,10 @@ import pytest
 import torch
 from kernel_cases import CAUSAL, check, problem
 from support import Device, assert_right, random_call, run_core
+
+from portattn.backends.cuda.schedules import ALIBI
+from portattn.kernels.score_program import CAPTURES, SIZES, load_function, python_source
+from portattn.reference.score_functions import evaluate
 
 # Programs of kernels/score_program.py: a table of heads and distances, a cap, and what all operations are made of.
 TABLE = "c0 f 2 0\nt0 i sub q_idx kv_idx\nt1 i add t0 36\nt2 f load c0 h t1\nt3 f add score t2\nout t3"
@@ -139,3 +144,20 @@ def test_wild_lists_read_nothing_outside(device: Device, wild: int) -> None:
             out, _ = run_core(device, call)
             results = (call.grad_q, call.grad_k, call.grad_v) if call.problem.backward else (out,)
             assert all(result.isfinite().all() for result in results)
+
+
+@pytest.mark.parametrize("floats", [False, True])
+def test_a_source_computes_its_program(floats: bool) -> None:
+    """With torch in the place of Triton, also where distances are computed as floats (the Hopper forward's)."""
+    jit = SimpleNamespace(jit=lambda function: function, __name__="torch")
+    numbers: Any = SimpleNamespace(float32=torch.float32, abs=torch.abs, where=torch.where, exp2=torch.exp2)
+    near = "t0 i sub kv_idx 9\nt1 i sub q_idx t0\nt2 i abs t1\nt3 i neg t2\nt4 f to_f t3\nt5 f mul t4 score\nout t5"
+    far = "t0 i mul q_idx 3\nt1 i sub t0 kv_idx\nt2 f to_f t1\nt3 f div score t2\nout t3"
+    at = torch.arange(2**20, 2**20 - 50, -7, dtype=torch.int32)
+    score, b, h = torch.randn(len(at), len(at)), torch.tensor(1), torch.tensor(2, dtype=torch.int32)
+    for text in (near, far, ALIBI):
+        inputs = {"score": score, "b": b, "h": h, "q_idx": at[:, None], "kv_idx": at - 2**19}
+        source = python_source(text, floats=floats)
+        assert ("q_idx).to(tl.float32)" in source) == (floats and text != far)
+        found = load_function(source, jit, numbers, torch.tanh)(*inputs.values(), *[None] * (CAPTURES + SIZES))
+        assert torch.equal(found, evaluate(text, inputs, {}))

@@ -301,7 +301,8 @@ def scheduled_forward(
     PAIRS: gl.constexpr, OWN_OUT: gl.constexpr, QUERIES: gl.constexpr, REG_Q: gl.constexpr, PARTS: gl.constexpr,
     PAGE: gl.constexpr, HEADS: gl.constexpr, FP8: gl.constexpr, COLUMNS: gl.constexpr, USED: gl.constexpr,
     KEPT: gl.constexpr, HALVED: gl.constexpr, INT8: gl.constexpr, SIDE: gl.constexpr, LAZY: gl.constexpr,
-    FORMAT: gl.constexpr, TREE: gl.constexpr, SCORE_MOD: gl.constexpr, CONSUMER: gl.constexpr, PRODUCER: gl.constexpr, DEQUANTIZER: gl.constexpr,
+    FORMAT: gl.constexpr, TREE: gl.constexpr, SCORE_MOD: gl.constexpr, CONSUMER: gl.constexpr, PRODUCER: gl.constexpr,
+    DEQUANTIZER: gl.constexpr,
 ):  # fmt: skip
     """A persistent block. The number of blocks is anything up to the number of tiles.
 

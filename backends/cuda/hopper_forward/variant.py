@@ -23,7 +23,7 @@ from portattn.backends.cuda.schedules import (
     foreign,
     tuning,
 )
-from portattn.kernels.score_program import parse, python_source
+from portattn.kernels.score_program import FLOAT_INDICES, parse, python_source
 from portattn.planning.backend import Variant
 from portattn.planning.kernel_specs import ceil_div, heads_together, occupied_tiles
 from portattn.planning.kernel_specs.base import split_cheapest
@@ -510,5 +510,7 @@ class ForwardLauncher(StepLauncher):
             "FP8": False, "COLUMNS": width(p.head_dim), "USED": width(p.head_dim),
             "KEPT": False, "HALVED": False, "INT8": False, "SIDE": False, "LAZY": s.lazy,
             "FORMAT": p.kv_format if dequantizes(p) else "as_q", "TREE": p.tree_mask,
-            "SCORE_MOD": python_source(p.score_mod) if p.score_mod else None,
+            "SCORE_MOD": python_source(p.score_mod, floats=most(p.seq_q, p.seq_k) <= FLOAT_INDICES)
+            if p.score_mod
+            else None,
         }  # fmt: skip
