@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from portattn.kernels.score_program import FLOAT_INDICES, parse, python_source
 from portattn.schema.problem import Problem
+from portattn.schema.symbolic_int import most
 from portattn.schema.toolchain import Toolchain
 
 if TYPE_CHECKING:
@@ -72,6 +74,30 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ValueError("reg_q and parts need own_out: the next queries come to where the output would be staged")
         if self.columns not in (0, 64):
             raise ValueError(f"columns is {self.columns}, but must be 0 (all) or 64")
+
+
+# Operations of score functions whose many steps spill up to 12 KB a thread (Triton 3.6.0), and the most of others: with
+# gelu's 8 and ALiBi's 7, among others, heads of 64 and 128 columns spill nothing.
+SPILLED = frozenset({"sin", "cos", "mod", "floordiv"})
+MOST_OPERATIONS = 16
+
+
+def function_reasons(p: Problem) -> dict[str, bool]:
+    """Return the reasons why the forward takes no score function of a problem, and whether each holds."""
+    program = parse(p.score_mod)
+    spilled, count = sorted({node.op for node in program.nodes} & SPILLED), len(program.nodes)
+    return {
+        f"takes a score_mod of attention alone, not of {p.op}": p.op != "attention",
+        "takes a score_mod that reads no tensors": bool(program.captures),
+        f"takes a score_mod without {', '.join(spilled)}": bool(spilled),
+        f"takes a score_mod of at most {MOST_OPERATIONS} operations, not {count}": count > MOST_OPERATIONS,
+        "takes no softcap beside a score_mod, nor invariant": p.softcap or p.invariant,
+    }
+
+
+def function_source(p: Problem) -> str | None:
+    """Return the source of a problem's score function (hopper_forward/fragments.py), or None."""
+    return python_source(p.score_mod, floats=most(p.seq_q, p.seq_k) <= FLOAT_INDICES) if p.score_mod else None
 
 
 # Small problems for the variants' canaries: each form of the kernels' loops once, by lengths and Triton's release.

@@ -71,18 +71,16 @@ class Problem(Flags, metaclass=_ByKeyword, frozen=True, kw_only=True, forbid_unk
         causal: none; bottom_right (the last query sees the last key); top_left (query i sees keys 0..i)
         window_left, window_right: keys that a query sees before and after its own position; -1 for all of them. A right
             side of 0 is `causal`
-        chunk: keys of a chunk, counted from the sequence's first key; a query sees its own position's chunk. 0 for no
-            chunks
+        chunk: keys of a chunk, counted from the sequence's first key; a query sees its own position's. 0 for none
         total_q, total_k: rows of packed queries and keys; None if they are not packed
         page_size, page_layout: tokens a page of the cache (0: it is contiguous), and whether heads or tokens come first
-        pages_in_line: each page follows the page before it at the distance of two rows: a head's rows of all pages are
-            one matrix
+        pages_in_line: pages follow each other at the distance of two rows: a head's rows of all pages are one matrix
         tokens: places for chosen tokens of each head (Lmax of sparse_attention), or of each query (mla_attention's
             indices: seq_k is always the same number), or for chosen blocks (block_sparse_attention)
         block_q, block_k: queries and keys of a block of block_mask; block_k also of a chosen block
         bias_by_key, mask_by_key: they are the same for every head and query of a sequence
         score_mod, mask_mod: programs of the caller's functions of scores and masks (kernels/score_program.py)
-        function_note: which built-in options stand for the caller's functions, for the plan
+        function_note: names the options that stand for the caller's functions; a plan's first note
         num_splits: programs that share a row's keys, as the caller demands; 0: planning chooses
         aligned: rows are contiguous, and bases and outer strides are multiples of 16 bytes (for TMA)
         word_aligned: the same for a cache's rows, with 4 bytes (for a float32 scale inside them). For nvfp4 the blocks'

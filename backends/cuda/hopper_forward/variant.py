@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from portattn.backends.cuda import schedules
 from portattn.backends.cuda.hopper_forward import GROUP_ROWS
 from portattn.backends.cuda.launch_parts import make_descriptor, merging, multiprocessors, with_copies
 from portattn.backends.cuda.schedules import (
@@ -23,7 +24,6 @@ from portattn.backends.cuda.schedules import (
     foreign,
     tuning,
 )
-from portattn.kernels.score_program import FLOAT_INDICES, parse, python_source
 from portattn.planning.backend import Variant
 from portattn.planning.kernel_specs import ceil_div, heads_together, occupied_tiles
 from portattn.planning.kernel_specs.base import split_cheapest
@@ -94,10 +94,6 @@ DEQUANTIZING_REGISTERS = (128, 208, 32, 64)  # of two consumers, and of the dequ
 DEQUANTIZED_WIDTHS = (64, 128)  # and widths of their heads: wider ones leave the consumers too few registers
 DEQUANTIZED_FORMATS = ("e4m3", "e5m2")  # formats of caches that the kernel dequantizes
 
-# Operations of score functions whose many steps spill up to 12 KB a thread (Triton 3.6.0), and the most of others: with
-# gelu's 8 and ALiBi's 7, among others, heads of 64 and 128 columns spill nothing.
-SPILLED = frozenset({"sin", "cos", "mod", "floordiv"})
-MOST_OPERATIONS = 16
 MOST_SPLITS = 32
 # Few rows (of a sequence and key head) over few keys (of all sequences and key heads, as far as a row sees) are faster
 # on the core, whose blocks are smaller. An H200, bf16, 32/8 heads of 128, 4 queries, µs here and there: 16 sequences of
@@ -190,7 +186,7 @@ class ForwardVariant(Variant):
             "takes no tree mask with a window": p.tree_mask and p.window,
             "takes neither tree masks nor quantised caches with invariant": p.invariant
             and (p.tree_mask or p.kv_format != "as_q"),
-            **(_function_reasons(p) if p.score_mod else {}),
+            **(schedules.function_reasons(p) if p.score_mod else {}),
             "has too many tiles of rows": tiles_of(p, 2 * GROUP_ROWS) > MOST_TILES,
         }
         reason = next((text for text, holds in reasons.items() if holds), None)
@@ -272,19 +268,6 @@ class ForwardVariant(Variant):
 
 def dequantizes(p: Problem) -> bool:
     return page_of(p) > 0 and p.kv_format != "as_q"
-
-
-def _function_reasons(p: Problem) -> dict[str, bool]:
-    program = parse(p.score_mod)
-    spilled = sorted({node.op for node in program.nodes} & SPILLED)
-    return {
-        f"takes a score_mod of attention alone, not of {p.op}": p.op != "attention",
-        "takes a score_mod that reads no tensors": bool(program.captures),
-        f"takes a score_mod without {', '.join(spilled)}": bool(spilled),
-        f"takes a score_mod of at most {MOST_OPERATIONS} operations, not {len(program.nodes)}": len(program.nodes)
-        > MOST_OPERATIONS,
-        "takes no softcap beside a score_mod": p.softcap,
-    }
 
 
 def _page_reasons(p: Problem) -> dict[str, bool]:
@@ -510,7 +493,5 @@ class ForwardLauncher(StepLauncher):
             "FP8": False, "COLUMNS": width(p.head_dim), "USED": width(p.head_dim),
             "KEPT": False, "HALVED": False, "INT8": False, "SIDE": False, "LAZY": s.lazy,
             "FORMAT": p.kv_format if dequantizes(p) else "as_q", "TREE": p.tree_mask,
-            "SCORE_MOD": python_source(p.score_mod, floats=most(p.seq_q, p.seq_k) <= FLOAT_INDICES)
-            if p.score_mod
-            else None,
+            "SCORE_MOD": schedules.function_source(p),
         }  # fmt: skip
