@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import zeros
 from torch.nn.attention import flex_attention
-from torch.nn.attention.flex_attention import create_block_mask
 
 import portattn
 from portattn.api import masks as module
@@ -94,6 +93,9 @@ def test_torchs_block_mask() -> None:
         portattn.attention(q, k, v, block_mask=unknown)  # warned of once
         torch.testing.assert_close(portattn.attention(q, k, v, block_mask=blocks), expected)
         assert portattn.last_plan().problem.mask_mod
+        some = torch.rand(ROWS, KEYS) < 0.6  # a score counts where both say so
+        both = portattn.attention(q, k, v, block_mask=blocks, mask=some)
+        torch.testing.assert_close(both, portattn.attention(q, k, v, mask=mask & some))
         alone = flex_attention.BlockMask.from_kv_blocks(
             blocks.kv_num_blocks, blocks.kv_indices, blocks.full_kv_num_blocks, blocks.full_kv_indices, SIZE
         )
@@ -204,8 +206,10 @@ def test_what_goes_without() -> None:
     of_two = blocks._replace(
         **{n: t.expand(B, 2, *t.shape[2:]) for n, t in blocks._asdict().items() if n != "block_size"}
     )
-    with pytest.raises(portattn.ArgumentError, match="block_mask's Hq is 2, but must be 1 or 4"):
-        portattn.attention(q, k, v, block_mask=of_two)
+    theirs = flex_attention.create_block_mask(documents, 3, None, ROWS, KEYS, device="cpu", BLOCK_SIZE=SIZE)
+    for wrong, text in ((of_two, "Hq is 2, but must be 1 or 4"), (theirs, "B is 3, but must be 1 or 2")):
+        with pytest.raises(portattn.ArgumentError, match=f"^attention: block_mask's {text}$"):
+            portattn.attention(q, k, v, block_mask=wrong)
     with pytest.raises(portattn.ArgumentError, match=r"leftpad_k is .*goes without block_mask"):
         portattn.attention(q, k, v, block_mask=blocks, leftpad_k=torch.zeros(B, dtype=torch.int32))
     for op in ("varlen_attention", "decode_attention", "paged_attention"):
@@ -327,35 +331,6 @@ def test_ids_of_no_block_are_passed_over_where_nothing_is_read_back() -> None:
     blocks = portattn.BlockMask(torch.tensor([[[3]]], dtype=torch.int32), ids, block_size=(32, 16))
     out = portattn.attention(x, x, x, block_mask=blocks, validate=False)
     torch.testing.assert_close(out, portattn.attention(x, x[:, :, :16], x[:, :, :16]))
-
-
-# A block mask of torch's with a mask_mod, and a mask beside it: a score counts where both say so.
-def test_a_mask_beside_a_mask_mod() -> None:
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(1, 2, 32, 16) for _ in range(3))
-    blocks = create_block_mask(lambda b, h, i, j: i >= j, None, None, 32, 32, device="cpu", BLOCK_SIZE=16)
-    mask = torch.rand(1, 2, 32, 32) < 0.6
-    both = mask & torch.ones(32, 32, dtype=torch.bool).tril()
-    found = portattn.attention(q, k, v, mask=mask, block_mask=blocks, backend="reference")
-    assert torch.allclose(found, portattn.attention(q, k, v, mask=both, backend="reference"), atol=1e-6)
-    assert not torch.allclose(found, portattn.attention(q, k, v, causal=True, backend="reference"), atol=1e-2)
-    assert not torch.allclose(found, portattn.attention(q, k, v, mask=mask, backend="reference"), atol=1e-2)
-
-
-# torch's BlockMask of other heads or another batch: refused as the block mask's, not as the mask that it makes.
-Q = torch.randn(1, 4, 32, 16)
-
-
-@pytest.mark.parametrize(
-    ("batch", "heads", "text"),
-    [(1, 8, "block_mask's Hq is 8, but must be 1 or 4"), (3, None, "block_mask's B is 3, but must be 1")],
-)
-def test_other_heads(batch: int, heads: int | None, text: str) -> None:
-    mask = create_block_mask(lambda b, h, i, j: i >= j, batch, heads, 32, 32, device="cpu", BLOCK_SIZE=16)
-    for layout in ("bhsd", "bshd"):
-        q = Q if layout == "bhsd" else Q.transpose(1, 2)
-        with pytest.raises(portattn.ArgumentError, match=f"^attention: {text}$"):
-            portattn.attention(q, q, q, block_mask=mask, layout=layout)
 
 
 def test_lists_are_made_once_until_they_are_written_to(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,18 +146,19 @@ def test_wild_lists_read_nothing_outside(device: Device, wild: int) -> None:
             assert all(result.isfinite().all() for result in results)
 
 
-@pytest.mark.parametrize("floats", [False, True])
-def test_a_source_computes_its_program(floats: bool) -> None:
+NEAR = "t0 i sub kv_idx 9\nt1 i sub q_idx t0\nt2 i abs t1\nt3 i neg t2\nt4 f to_f t3\nt5 f mul t4 score\nout t5"
+FAR = "t0 i mul q_idx 3\nt1 i sub t0 kv_idx\nt2 f to_f t1\nt3 f div score t2\nout t3"
+
+
+@pytest.mark.parametrize("text", [NEAR, FAR, ALIBI])
+def test_a_source_computes_its_program(text: str) -> None:
     """With torch in the place of Triton, also where distances are computed as floats (the Hopper forward's)."""
     jit: Any = ModuleType("plain")
     jit.jit = lambda function: function
-    near = "t0 i sub kv_idx 9\nt1 i sub q_idx t0\nt2 i abs t1\nt3 i neg t2\nt4 f to_f t3\nt5 f mul t4 score\nout t5"
-    far = "t0 i mul q_idx 3\nt1 i sub t0 kv_idx\nt2 f to_f t1\nt3 f div score t2\nout t3"
     at = torch.arange(2**20, 2**20 - 50, -7, dtype=torch.int32)
-    score, b, h = torch.randn(len(at), len(at)), torch.tensor(1), torch.tensor(2, dtype=torch.int32)
-    for text in (near, far, ALIBI):
-        inputs = {"score": score, "b": b, "h": h, "q_idx": at[:, None], "kv_idx": at - 2**19}
+    given = {"score": torch.randn(8, 8), "b": at[0], "h": at[-1] % 7, "q_idx": at[:, None], "kv_idx": at // 2}
+    for floats in (False, True):
         source = python_source(text, floats=floats)
-        assert ("q_idx).to(tl.float32)" in source) == (floats and text != far)
-        found = load_function(source, jit, torch, torch.tanh)(*inputs.values(), *[None] * (CAPTURES + SIZES))
-        assert torch.equal(found, evaluate(text, inputs, {}))
+        assert ("q_idx).to(tl.float32)" in source) == (floats and text != FAR)
+        found = load_function(source, jit, torch, torch.tanh)(*given.values(), *[None] * (CAPTURES + SIZES))
+        assert torch.equal(found, evaluate(text, given, {}))
