@@ -94,8 +94,8 @@ def test_torchs_block_mask() -> None:
         torch.testing.assert_close(portattn.attention(q, k, v, block_mask=blocks), expected)
         assert portattn.last_plan().problem.mask_mod
         some = torch.rand(ROWS, KEYS) < 0.6  # a score counts where both say so
-        both = portattn.attention(q, k, v, block_mask=blocks, mask=some)
-        torch.testing.assert_close(both, portattn.attention(q, k, v, mask=mask & some))
+        right = portattn.attention(q, k, v, mask=mask & some)
+        torch.testing.assert_close(portattn.attention(q, k, v, block_mask=blocks, mask=some), right)
         alone = flex_attention.BlockMask.from_kv_blocks(
             blocks.kv_num_blocks, blocks.kv_indices, blocks.full_kv_num_blocks, blocks.full_kv_indices, SIZE
         )

@@ -53,7 +53,6 @@ def test_windows_and_near_misses(source: str) -> None:
 
 
 def test_random_masks() -> None:
-    """Whatever is a window masks as its function does, element by element."""
     draw, windows = random.Random(0), 0
     pairs, signs = (
         ("q k", "k q", "q-k 0", "k-q 0", "(q-k).abs() 0", "-k -q", "q+k k"),
@@ -95,21 +94,19 @@ def problem_of(*given: Any, op: str = "attention", **options: Any) -> Problem:
 
 def test_plans_are_the_options() -> None:
     """The same problem, so the same path, lowering and launch on every chip; the plan says so."""
-    tensors, cap, window = qkv(), mask_of("50 * torch.tanh(s / 50)", "s,"), mask_of(WINDOW)
-    found = problem_of(*tensors, score_mod=cap, mask_mod=window)
-    options = problem_of(*tensors, softcap=50.0, causal=True, window=(7, 0))
+    tensors, mods = qkv(), {"score_mod": mask_of("50 * torch.tanh(s / 50)", "s,"), "mask_mod": mask_of(WINDOW)}
+    found, options = problem_of(*tensors, **mods), problem_of(*tensors, softcap=50.0, causal=True, window=(7, 0))
     note = "score_mod is softcap=50.0; mask_mod is causal='bottom_right' and window=(7, 0)"
     assert msgspec.structs.replace(found, function_note="") == options
     for target in (parse_target("cuda:sm_90", "triton==3.6.0"), parse_target("rocm:gfx942", "triton==3.6.0")):
         made, right = (plan(each, target) for each in (found, options))
         assert all(getattr(made, name) == getattr(right, name) for name in ("path", "lowering", "launch", "key"))
         assert note in made.notes
-    assert note in str(portattn.explain("attention", *tensors, score_mod=cap, mask_mod=window))
-    assert problem_of(*tensors, score_mod=cap, softcap=3.0).score_mod
+    assert note in str(portattn.explain("attention", *tensors, **mods))
+    assert problem_of(*tensors, **mods, softcap=3.0).score_mod
 
 
-SHORT: dict[str, Any] = {"seqlens_k": torch.tensor([280], dtype=torch.int32)}
-EMPTY: dict[str, Any] = {"seqlens_k": torch.tensor([2], dtype=torch.int32)}
+SHORT, EMPTY = ({"seqlens_k": torch.tensor([length], dtype=torch.int32)} for length in (280, 2))
 # Operation, queries, options beside the mask, and words of the problem; "" where the mask stays a function.
 PLACES: list[tuple[str, int, dict[str, Any], str, str]] = [
     ("attention", 300, {}, CAUSAL, "causal bottom-right"), ("attention", 200, {}, WINDOW, "top-left window (7,0)"),
@@ -123,7 +120,6 @@ PLACES: list[tuple[str, int, dict[str, Any], str, str]] = [
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: f"{place[0]} {place[1]} {list(place[2])} {place[3]}")
 def test_an_option_is_aligned_as_its_function(place: Any) -> None:
-    """Sizes that make both alignments the same, lengths, and options that have an alignment of their own."""
     op, rows, options, source, words = place
     call = functools.partial(getattr(portattn, op), *qkv(rows), **options, return_lse=True)
     found, problem = call(mask_mod=mask_of(source)), portattn.last_plan().problem

@@ -17,7 +17,6 @@ PACKED = Problem(
     dtype="bf16", return_lse=True,
 )  # fmt: skip
 CAUSAL = ("none", "bottom_right", "top_left")
-# Hides each row's last keys, and every key from a row of less.
 HIDING = "t0 i sub q_idx kv_idx\nt1 i abs t0\nt2 b gt t1 90\nt3 f where t2 score -inf\nout t3"
 
 

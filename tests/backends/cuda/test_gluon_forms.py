@@ -54,7 +54,6 @@ FEW = (
     ("padded", 64, "bottom_right"), ("window", 128, "none"), ("split", 64, "none"), ("sinks", 128, "bottom_right"),
     ("split", 128, "bottom_right"), ("ragged", 64, "top_left"), ("pages", 128, "bottom_right"),
     ("small pages, packed", 128, "none"), ("e4m3 pages", 128, "bottom_right"), ("function", 64, "none"),
-    ("function", 128, "bottom_right"),
 )  # fmt: skip
 MOST_SPILLED = 256  # bytes a thread, with the release that the schedules were timed with
 ALL = [
