@@ -8,12 +8,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from statistics import geometric_mean
 
 import pytest
 from click.testing import CliRunner
 from places import DOCS, ROOT
 
 from portattn.cli import main
+from portattn.tools.bench.rounds import ratio
 
 HIDDEN = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"), "")
 COLUMNS = 120
@@ -240,3 +242,22 @@ def test_published_ratios_are_those_of_the_results() -> None:
         said = re.search(rf"^\| {row}[^|]*\|[^|]*\| ([\d.]+) \| ([\d.]+)", page, re.M).groups()
         figures = f"{one['ratio']:.{len(said[0]) - 2}f}", f"{one['worst']:.{len(said[1]) - 2}f}"
         assert said == figures, name
+
+
+def test_ratios_over_the_newest_peers_are_those_of_their_rows() -> None:
+    """Forward and backward over FlashAttention-4, and wide heads over cudnn-frontend and SDPA."""
+
+    def ratios(name: str, peer: str, head_dim: int = 0) -> list[float]:
+        lines = (DOCS / f"performance/peers-2026-12-01-{name}.jsonl").read_text(encoding="utf-8").splitlines()
+        rows = [row for row in map(json.loads, lines) if row["type"] == "row"]
+        rows = [row for row in rows if head_dim in (0, row["case"]["head_dim"])]
+        times = [{one["name"]: one["rounds_ms"] for one in row["contenders"]} for row in rows]
+        return [ratio(one[peer], one["portattn"]) for one in times]
+
+    forward, wide = ratios("dense18", "fa4"), geometric_mean(ratios("dense-wide", "cudnn-frontend"))
+    by_width = [geometric_mean(ratios("backward18", "fa4", width)) for width in (64, 128, 256)]
+    least, sdpa = min(ratios("backward18", "fa4")), geometric_mean(ratios("dense-wide", "sdpa"))
+    figures = [geometric_mean(forward), min(forward), by_width[0], by_width[1], least, by_width[2]]
+    page = (DOCS / "performance.md").read_text(encoding="utf-8").partition("**Newest peers**")[2].partition("\n\n")[0]
+    said = re.findall(r"\b\d\.\d+\b", re.sub(r"\S+\.jsonl|\d+\.\d+\.\d\S*", "", page))
+    assert said == [*(f"{figure:.2f}" for figure in figures), f"{1 / wide:.1f}", f"{1 / sdpa:.1f}"]
