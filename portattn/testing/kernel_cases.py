@@ -253,7 +253,7 @@ def _wrong_tensor(case: KernelCase, name: str) -> Iterator[tuple[str, str]]:
     if not -math.inf < low <= high < math.inf:
         yield f"ranges.{name}", f"{[low, high]} must be two numbers in order"
     elif name in case.ranges and (limit := _unfit(case.types[name], low, high)):
-        yield f"ranges.{name}", f"{[low, high]} {limit}"
+        yield f"ranges.{name}", f"each of {[low, high]} {limit}"
 
 
 def _unlike(case: KernelCase, reply: Reply) -> Iterator[tuple[str, str]]:
@@ -399,8 +399,12 @@ def run_reference(case: KernelCase, root: str) -> dict[str, torch.Tensor]:
 
     Raises KeyError if it does not return an output."""
     if root not in sys.path:
-        sys.path.insert(0, root)
-    function, given = pkgutil.resolve_name(case.reference), arguments_of(case)
+        sys.path.append(root)  # not first: a file beside the kernel's must not displace a module of Python
+    place, (own, other) = case.reference, (re.split("[.:]", one)[0] for one in (case.function, case.reference))
+    if own == other and own in own_kernels.TAKEN:
+        own_kernels.kernel_of(root, case.function)  # finds the module from then on
+        place = own_kernels.PRIVATE + place
+    function, given = pkgutil.resolve_name(place), arguments_of(case)
     known = inspect.signature(function).parameters
     made = function(**{name: value for name, value in (given | case.constants).items() if name in known})
     found = {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -216,6 +217,8 @@ def compile_signature(request: dict[str, Any], enter: Callable[[str], None]) -> 
         function = own_kernels.kernel_of(signature["root"], signature["function"])
         if "case" in signature:
             signature = own_kernels.signature_of(function, signature["case"])
+        enter("options")
+        check_options(signature["options"], GPUTarget(*target))
         enter("parse")
     else:
         enter("parse")
@@ -239,6 +242,20 @@ def compile_signature(request: dict[str, Any], enter: Callable[[str], None]) -> 
     if wanted == "object":
         facts["object"] = base64.b64encode(kernel.asm["hsaco"]).decode()
     return {"facts": facts, "toolchain": triton.__version__}
+
+
+def check_options(options: dict[str, Any], chip: GPUTarget) -> None:
+    """Raise ValueError for an option that the compiler of a chip does not know, as a launch does: compiles ignore it.
+
+    An option of another backend or release is refused too."""
+    from triton.compiler.compiler import make_backend
+
+    known = sorted(vars(make_backend(chip).parse_options({})))
+    for name, value in options.items():
+        if name not in known:
+            compiler = f"triton {triton.__version__} for {chip.backend}"
+            near = "".join(f" (did you mean {one}?)" for one in difflib.get_close_matches(name, known, 1))
+            raise ValueError(f"{name} = {value!r} is no option of {compiler}{near}, which takes {', '.join(known)}")
 
 
 def build(function: Any, signature: dict[str, Any], target: tuple[str, Any, int], enter: Callable[[str], None]) -> Any:

@@ -26,6 +26,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
+# Before the name of a user's module that would displace a module of this process.
+PRIVATE, TAKEN = "portattn_kernel_", {*sys.stdlib_module_names, "triton", "torch", "numpy"}
+
 
 def load(path: str) -> ModuleType:
     folder, name = os.path.dirname(os.path.abspath(path)), os.path.splitext(os.path.basename(path))[0]
@@ -178,9 +181,10 @@ class _Foreign(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         own = name.partition(".")[0] in self.tops
-        spec = importlib.machinery.PathFinder.find_spec(name, path or [self.folder]) if own else None
+        known = name if path else name.removeprefix(PRIVATE)
+        spec = importlib.machinery.PathFinder.find_spec(known, path or [self.folder]) if own else None
         if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
-            spec.loader = self
+            spec.name, spec.loader = name, self
         return spec
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
@@ -209,6 +213,7 @@ def kernel_of(root: str, path: str) -> Any:
 
     Raises ImportError or AttributeError without it, and TypeError if it is no jit function."""
     module, _, name = path.partition(":")
+    module = PRIVATE * (module.partition(".")[0] in TAKEN) + module
     top = module.partition(".")[0]
     if _foreign.folder != root or top not in _foreign.tops:
         for known in [one for one in sys.modules if one.partition(".")[0] in {*_foreign.tops, top}]:
@@ -297,8 +302,7 @@ def signature_of(kernel: Any, case: Mapping[str, Any]) -> dict[str, Any]:
     types, divisible = {}, []
     for name in kernel.arg_names:
         kind, value = case["types"].get(name), case["values"].get(name)
-        whole, plain = isinstance(value, int) and not isinstance(value, bool), parameters.get(name)
-        assert plain is not None, "Triton describes each argument"
+        whole, plain = isinstance(value, int) and not isinstance(value, bool), parameters[name]
         if kind == "none":
             constants[name] = None
         elif kind and whole and not kind.startswith("*") and value == 1 and not plain.do_not_specialize:
@@ -494,7 +498,3 @@ def _note_tensor(note: dict[str, Any], name: str, tensor: Any) -> None:
         # The interpreter's bfloat16 products are of bit patterns (quirk cpu-0002): what comes of them has no range.
         if bounds and (whole or max(map(abs, bounds)) < LARGEST):
             note["ranges"][name] = bounds
-
-
-def start_recording(path: str, most: int) -> None:
-    sys.meta_path.insert(0, Recorder(path, most))

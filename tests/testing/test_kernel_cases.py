@@ -1,6 +1,7 @@
 """A file of kernels of other packages: what is refused with its place, the arguments it stands for, the comparison."""
 
 import math
+import re
 
 import msgspec
 import pytest
@@ -8,7 +9,8 @@ import torch
 from places import ROOT
 
 from portattn.errors import DataError
-from portattn.planning.registry import Registry
+from portattn.planning.registry import Registry, parse_target
+from portattn.schema.toolchain import installed_toolchain
 from portattn.testing import kernel_cases
 from portattn.testing.kernel_cases import KernelCase
 from portattn.worker.client import Worker
@@ -74,6 +76,30 @@ def test_an_entry_that_is_refused_names_its_line_key_value_and_limit(changed, ol
     assert caught.value.line == line
 
 
+def test_a_range_of_whole_numbers_has_whole_bounds(changed) -> None:
+    path = changed('x = "*fp16",', 'x = "*i32",')
+    path.write_text(path.read_text(encoding="utf-8").replace("-4.0", "-4.5"), encoding="utf-8")
+    with pytest.raises(DataError, match=r":12: key 'ranges.x': each of \[-4.5, 4.0\] must be a whole number from"):
+        kernel_cases.read(path)
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize(("option", "refused"), [
+    ("num_warp", r"^num_warp = 2 is no option of triton .* for {} \(did you mean num_warps\?\), which takes ."),
+    ("waves_per_eu", r"^waves_per_eu = 2 is no option of triton .* for cuda, which takes .*maxnreg"),
+])  # fmt: skip
+def test_an_option_that_a_compiler_does_not_know_is_an_error_of_its_cell(changed, option, refused) -> None:
+    (named,) = kernel_cases.read(changed("num_warps = 2", f"{option} = 2"))
+    with Worker() as worker:
+        for name, backend in (("cuda:sm_90", "cuda"), ("rocm:gfx942", "hip")):
+            reply = kernel_cases.compile_case(named, parse_target(name, str(installed_toolchain())), worker, 60.0, ())
+            if option == "waves_per_eu" and backend == "hip":
+                assert reply.outcome == "ok", reply
+            else:
+                assert (reply.outcome, reply.stage) == ("error", "options")
+                assert re.search(refused.format(backend), reply.message), reply.message
+
+
 def test_a_kernels_digest_is_of_its_source_and_of_what_it_calls(changed) -> None:
     path = changed("spills = 0", "spills = 1")
     (here,), (same,) = kernel_cases.read(EXAMPLE), kernel_cases.read(path)
@@ -87,10 +113,13 @@ def test_a_kernels_digest_is_of_its_source_and_of_what_it_calls(changed) -> None
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize("name", ["reference", "no_such_function"])
-def test_modules_beside_a_kernels_are_found_and_a_reference_that_is_missing_is_red(changed, name) -> None:
+@pytest.mark.parametrize(("module", "name"), [
+    ("row_softmax", "reference"), ("row_softmax", "no_such_function"), ("triton", "reference"), ("random", "reference"),
+])  # fmt: skip
+def test_modules_beside_a_kernels_are_found_and_a_reference_that_is_missing_is_red(changed, module, name) -> None:
     path = changed("row_softmax:reference", f"row_softmax:{name}")
-    program = path.with_name("row_softmax.py")
+    path.write_text(path.read_text(encoding="utf-8").replace("row_softmax:", f"{module}:"), encoding="utf-8")
+    program = path.with_name("row_softmax.py").rename(path.with_name(f"{module}.py"))
     text = program.read_text(encoding="utf-8").replace("= exponentials(", "= b.exponentials(")
     head, helper, rest = text.partition("@triton.jit\ndef exponentials(")
     helper, rest = (helper + rest).split("\n\n\n", 1)

@@ -203,7 +203,7 @@ import importlib.machinery, importlib.util, sys
 spec = importlib.util.spec_from_file_location("portattn_own_kernels", {source!r})
 module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
-module.start_recording({notes!r}, {most})
+sys.meta_path.insert(0, module.Recorder({notes!r}, {most}))
 sys.path.remove({folder!r})
 hidden = importlib.machinery.PathFinder.find_spec("sitecustomize")  # by this file
 if hidden:
