@@ -198,11 +198,11 @@ def make_cell(spec: CellSpec, options: Options, workers: Workers, checkers: Chec
     begun = time.monotonic()
     registry = options.registry or Registry.load()
     if isinstance(spec.named, NamedKernel):
-        kernel = _KernelMaker(spec.named, spec.target, options, workers, checkers, registry)
+        kernel = _KernelMaker(spec.target, options, workers, checkers, registry, spec.named)
         return _cell(spec, begun, kernel.look())
     fields, made, core = _planned(spec, registry)
     if made is not None:
-        fields |= _Maker(made, core, spec.target, options, workers, checkers, registry).look()
+        fields |= _Maker(spec.target, options, workers, checkers, registry, made, core).look()
         seen = (*fields.get("gates", ()), *fields.get("lints", ()))
         causes = dict.fromkeys(one.explained_by for one in seen if one.explained_by)
         explained = (footnote(quirk, "explains", registry) for quirk in causes)
@@ -256,16 +256,21 @@ def core_of(made: Plan, target: Target, registry: Registry, settings: Settings |
     return None
 
 
-class _Maker(NamedTuple):
-    """A planned cell, and the means to look at it; methods return fields of the cell."""
+class _Means(msgspec.Struct, frozen=True):
+    """The means to look at a cell; methods of subclasses return fields of the cell."""
 
-    made: Plan
-    core: Plan | None
     target: Target
     options: Options
     workers: Workers
     checkers: Checkers
     registry: Registry
+
+
+class _Maker(_Means, frozen=True):
+    """A planned cell."""
+
+    made: Plan
+    core: Plan | None
 
     def look(self) -> dict[str, Any]:
         fields: dict[str, Any] = {"status": "PASS", "level": "declared"}
@@ -363,15 +368,10 @@ class _Maker(NamedTuple):
         return {"status": "PASS", "reason": "", "level": level, "native": seen}
 
 
-class _KernelMaker(NamedTuple):
-    """A cell of another package's kernel, and the means to look at it; methods return fields of the cell."""
+class _KernelMaker(_Means, frozen=True):
+    """A cell of another package's kernel."""
 
     named: NamedKernel
-    target: Target
-    options: Options
-    workers: Workers
-    checkers: Checkers
-    registry: Registry
 
     def look(self) -> dict[str, Any]:
         quirks = kernel_cases.quirks_of(self.named, self.target, self.registry)
