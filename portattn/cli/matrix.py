@@ -34,6 +34,7 @@ def matrix() -> None:
     ("--quick", FLAG, "A handful of problems (the default)."),
     ("--full", FLAG, "Every dtype × head_dim × mask, and each feature: hours."),
     ("--kernels", FILE, "Kernels of other packages, of a file (docs/ci.md), in place of problems."),
+    ("--quirk-folder", PATH | {"metavar": "DIR"}, "With --kernels: quirk files of your own, which the cells apply."),
     ("--targets", TARGETS,
      "Targets, as `rocm`, `gfx9*`, `cuda:sm_90` or a family (`rdna3`); repeat it, or use commas."),
 )  # fmt: skip
@@ -53,10 +54,10 @@ def matrix() -> None:
 @options(("--host", {"metavar": "NAME"}, "What this machine is called in the record and in merged runs."))
 @json_option
 def run(
-    out: Path, quick: bool, full: bool, kernels: Path | None, targets: tuple[str, ...], problems: tuple[str, ...],
-    toolchain: tuple[str, ...], all_toolchains: bool, create: bool, ascend_python: str | None, jobs: int,
-    seconds: float, resume: bool,
-    emulate: bool, run_ptx_compat: bool | None, host: str | None, baseline: Path | None, fail_on: tuple[str, ...],
+    out: Path, quick: bool, full: bool, kernels: Path | None, quirk_folder: Path | None, targets: tuple[str, ...],
+    problems: tuple[str, ...], toolchain: tuple[str, ...], all_toolchains: bool, create: bool,
+    ascend_python: str | None, jobs: int, seconds: float, resume: bool, emulate: bool,
+    run_ptx_compat: bool | None, host: str | None, baseline: Path | None, fail_on: tuple[str, ...],
     expected: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Make every cell, and write results.jsonl and index.html into --out.
@@ -72,7 +73,7 @@ def run(
     from portattn.cli.lab import create_or_fail
     from portattn.cli.output import ProgressCounter
     from portattn.errors import ArgumentError
-    from portattn.planning.registry import devices
+    from portattn.planning.registry import Registry, devices
     from portattn.testing.executor import lacks
     from portattn.tools.compare import sides
     from portattn.tools.compare.verdict import of_run
@@ -82,6 +83,9 @@ def run(
 
     matrix_compare.one_set("matrix run", quick, full, kernels)
     which: SetName = "kernels" if kernels else "full" if full else "quick"
+    if quirk_folder and not kernels:  # a device's child plans by the installed entries alone
+        raise ArgumentError("matrix run", "--quirk-folder", str(quirk_folder), "goes with --kernels; or use `ci`")
+    registry = sides.with_quirks("matrix run", Registry.load(), quirk_folder) if quirk_folder else Registry.load()
     # Whatever is wrong with these is said before a run of hours.
     red = matrix_compare.red_kinds(fail_on, "matrix run", baseline is not None)
     listed = matrix_compare.expected_of(expected)
@@ -103,10 +107,12 @@ def run(
         raise ArgumentError("matrix run", "--run-older", "on", missing[0])
     command = matrix_compare.command_line("matrix run")
     left_out = tuple(name for name, off in {"emulated": not emulate, "older": run_ptx_compat is False}.items() if off)
-    more: dict[str, Any] = {"seconds": seconds, "left_out": left_out, "host": host or ""}
+    more: dict[str, Any] = {"seconds": seconds, "left_out": left_out, "host": host or "", "registry": registry}
     made = provenance.this_run(specs, which, command, here, pythons, **more)
     keys, origin = provenance.keys(specs, made.identity), made.identity.id
-    options = Options(seconds=seconds, jobs=jobs, pythons=pythons, here=here, left_out=left_out)
+    options = Options(
+        seconds=seconds, jobs=jobs, pythons=pythons, here=here, left_out=left_out, registry=registry
+    )  # fmt: skip
     with results.Results(out) as file:
         cells: list[Cell] = []
         if resume:

@@ -216,7 +216,7 @@ def read_request(
         raise ArgumentError(CI, "--to", str(new), f"{whose}: versions of two compilers do not compare")
     chosen = _which(which, kept, baseline)
     registry = Registry.load()
-    added = with_quirks(registry, quirks) if quirks else registry
+    added = with_quirks(CI, registry, quirks) if quirks else registry
     ops = select.commas(problems)
     with _as_ci():
         named = select.subjects(chosen, ops, kernels)
@@ -236,11 +236,11 @@ def read_request(
     return what
 
 
-def with_quirks(registry: Registry, folder: Path) -> Registry:
+def with_quirks(op: str, registry: Registry, folder: Path) -> Registry:
     """Return a registry with the quirk files of a folder and its subfolders. Raises ArgumentError or DataError."""
 
     def refused(limit: str) -> ArgumentError:
-        return ArgumentError(CI, "--quirk-folder", str(folder), limit)
+        return ArgumentError(op, "--quirk-folder", str(folder), limit)
 
     if not folder.is_dir():
         raise refused("must be a folder with quirk files")
