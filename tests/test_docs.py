@@ -245,7 +245,7 @@ def test_published_ratios_are_those_of_the_results() -> None:
 
 
 def test_ratios_over_the_newest_peers_are_those_of_their_rows() -> None:
-    """Forward and backward over FlashAttention-4, and wide heads over cudnn-frontend and SDPA."""
+    """Forward and backward over cuDNN and FlashAttention-4, and wide heads over cudnn-frontend and SDPA."""
 
     def ratios(name: str, peer: str, head_dim: int = 0) -> list[float]:
         lines = (DOCS / f"performance/peers-2026-12-01-{name}.jsonl").read_text(encoding="utf-8").splitlines()
@@ -257,7 +257,8 @@ def test_ratios_over_the_newest_peers_are_those_of_their_rows() -> None:
     forward, wide = ratios("dense18", "fa4"), geometric_mean(ratios("dense-wide", "cudnn-frontend"))
     by_width = [geometric_mean(ratios("backward18", "fa4", width)) for width in (64, 128, 256)]
     least, sdpa = min(ratios("backward18", "fa4")), geometric_mean(ratios("dense-wide", "sdpa"))
-    figures = [geometric_mean(forward), min(forward), by_width[0], by_width[1], least, by_width[2]]
+    figures = [by(ratios(name, "sdpa-cudnn")) for name in ("dense18", "backward18") for by in (geometric_mean, min)]
+    figures += [geometric_mean(forward), min(forward), by_width[0], by_width[1], least, by_width[2]]
     page = (DOCS / "performance.md").read_text(encoding="utf-8").partition("**Newest peers**")[2].partition("\n\n")[0]
     said = re.findall(r"\b\d\.\d+\b", re.sub(r"\S+\.jsonl|\d+\.\d+\.\d\S*", "", page))
     assert said == [*(f"{figure:.2f}" for figure in figures), f"{1 / wide:.1f}", f"{1 / sdpa:.1f}"]

@@ -108,13 +108,6 @@ def test_a_run_of_an_engine_writes_what_its_tests_found(engines: pytest.Pytester
     assert (found["cannot be set up"]["status"], len(found)) == ("failed", 6)
 
 
-@pytest.mark.parametrize("arguments", [["-k", "works"], ["engines/packaging/test_present.py"]], ids=["-k", "a file"])
-def test_a_part_of_an_engine_writes_nothing(arguments: list[str], engines: pytest.Pytester) -> None:
-    done = run(engines, "engines", *arguments, "--engine-report", "reports")
-    done.stdout.fnmatch_lines(["*no report of engines was written: not a whole folder ran*"])
-    assert not (engines.path / "reports").exists()
-
-
 def test_a_feature_is_refused_by_all_of_its_tests_or_by_none() -> None:
     report = features.Report("thing")
     report.add([{"name": "a", "refused": False}], "passed", "")

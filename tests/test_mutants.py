@@ -4,7 +4,6 @@ import ast
 import subprocess
 from pathlib import Path
 
-import click.testing
 import pytest
 import tiers
 from places import ROOT
@@ -80,32 +79,6 @@ def test_tests_that_fail_without_a_mutant_say_nothing(tree: Path) -> None:
         list(mutants.run_by_hand(tree, [mutant("a < b", "a > b")], 60.0))
 
 
-@pytest.mark.parametrize(
-    ("outcomes", "status"),
-    [
-        (["killed", "timeout"], 0), (["killed", "survived"], 1), (["stale", "survived"], 2),
-        (["broken"], 2),
-    ],
-)  # fmt: skip
-def test_exit_status_and_summary(capsys: pytest.CaptureFixture[str], outcomes: list[str], status: int) -> None:
-    found = [mutants.Finding(f"m{i}", "g", outcome) for i, outcome in enumerate(outcomes)]
-    assert mutants.report(found) == status
-    printed = capsys.readouterr().out
-    for outcome in outcomes:
-        assert (f"{outcome:10} m{outcomes.index(outcome)}" in printed) is (outcome not in mutants.CAUGHT)
-    counts = mutants.summary(found)["g"]
-    assert f"g: {', '.join(f'{name} {count}' for name, count in counts.items())}\n" in printed
-    assert sum(n for name, n in counts.items() if name != "caught") == len(outcomes)
-
-
-def test_a_selection_without_mutants_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
-    group = BY_HAND[0].group
-    line = ["--group", group, "--name", next(m.name for m in BY_HAND if m.group != group)]
-    monkeypatch.setattr(mutants, "run_by_hand", lambda root, chosen, seconds: iter(map(str, chosen)))
-    called = click.testing.CliRunner().invoke(mutants.cli, line)
-    assert (called.exit_code, called.stderr) == (2, "no mutant is in the selection: nothing was tested\n")
-
-
 # The tiers of tests: tests/slow.txt, and how it is made from measured times.
 def lines(*tests: tuple[str, str, float, str]) -> list[dict[str, object]]:
     return [dict(zip(("test", "when", "seconds", "shared"), test, strict=True)) for test in tests]
@@ -143,9 +116,8 @@ def function_exists(name: str) -> bool:
 def test_a_fast_test_detects_each_mutant_made_by_hand() -> None:
     listed = tiers.slow_tests()
     for mutant in tiers.tomllib.loads(tiers.MUTANTS.read_text(encoding="utf-8"))["mutant"]:
-        assert any(function_exists(test) and not tiers.is_slow(test, listed) for test in mutant["tests"]), mutant[
-            "name"
-        ]
+        fast = [test for test in mutant["tests"] if function_exists(test) and not tiers.is_slow(test, listed)]
+        assert fast, mutant["name"]
 
 
 def test_the_list_names_tests_that_there_are() -> None:
