@@ -93,8 +93,8 @@ class Scores:
     keys: int
     reach: int = 0  # more than any distance between a query and a key
     packed: bool = False  # packed queries: (rows, keys) has no place for each score
-    whole: bool = False  # no sequence has a length of its own, and the bits of results may depend on sizes
     total: int = 0  # rows of packed queries
+    whole: bool = False  # no sequence has a length of its own, and the bits of results may depend on sizes
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
