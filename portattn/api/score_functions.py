@@ -24,6 +24,7 @@ from portattn.config import current
 from portattn.errors import ArgumentError
 from portattn.kernels import score_program
 from portattn.kernels.score_program import CAPTURES, INPUTS, SIZES, Node, ScoreProgram
+from portattn.launch.torch_compat import in_mode
 from portattn.reference.score_functions import block_lists, block_marks
 from portattn.schema.ops import CAPTURED
 from portattn.validate.features import as_window
@@ -345,7 +346,8 @@ def _text_of_code(op: str, name: str, function: types.FunctionType) -> str:
 leave_out("score functions", _traced, "portattn traces score_mod and mask_mod itself, outside the graph")
 
 _lists: OrderedDict[Any, tuple[list[Any], torch.Tensor]] = OrderedDict()
-_captured: dict[Any, torch.Tensor] = {}
+# By id: the key of a list comes again, of a new tensor in a dead one's place, while a graph still reads the old list.
+_held_for_graphs: dict[int, torch.Tensor] = {}
 
 
 def mask_blocks(
@@ -390,19 +392,20 @@ def _cached_lists(
 
 
 def made_once(key: Any, tensors: Sequence[torch.Tensor], make: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """Return `make()`, made once for a key until one of the tensors is written to; anew of tensors without versions.
+    """Return `make()`, made once for a key until one of the tensors is written to.
 
-    A list that a graph captures is kept for good: the graph holds its address. A list made in a capture has its numbers
-    after a replay alone, and is not kept. Of the tensors themselves only weak references are held."""
-    if torch.compiler.is_compiling() or not all(map(_has_version, tensors)):
+    It is made anew of tensors without versions, and under a dispatch mode, where it may be a FakeTensor. A list that a
+    graph captures is kept for good: the graph holds its address. A list made in a capture has its numbers after a
+    replay alone, and is not kept. Of the tensors themselves only weak references are held."""
+    if torch.compiler.is_compiling() or in_mode() or not all(map(_has_version, tensors)):
         return make()
-    # `t.data = other` changes no version.
+    # `t.data = other` changes no version, nor does a graph that is replayed.
     key = (key, tuple((id(t), t._version, t.data_ptr()) for t in tensors))
     with _lock:
         known = _lists.get(key)
     if known is not None and all(ref() is t for ref, t in zip(known[0], tensors, strict=True)):
         if _is_capturing(known[1].device):
-            _captured[key] = known[1]
+            _held_for_graphs[id(known[1])] = known[1]
         return known[1]
     with torch.no_grad():
         made = make()

@@ -1,11 +1,13 @@
 """block_mask of attention: portattn's lists and torch's BlockMask, against the same mask given for each score."""
 
+import functools
 import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import zeros
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import flex_attention
 
 import portattn
@@ -96,14 +98,9 @@ def test_torchs_block_mask() -> None:
         some = torch.rand(ROWS, KEYS) < 0.6  # a score counts where both say so
         right = portattn.attention(q, k, v, mask=mask & some)
         torch.testing.assert_close(portattn.attention(q, k, v, block_mask=blocks, mask=some), right)
-        alone = flex_attention.BlockMask.from_kv_blocks(
-            blocks.kv_num_blocks, blocks.kv_indices, blocks.full_kv_num_blocks, blocks.full_kv_indices, SIZE
-        )
-        ours = portattn.BlockMask(
-            blocks.kv_num_blocks, blocks.kv_indices, blocks.full_kv_num_blocks, blocks.full_kv_indices, SIZE
-        )
-        for lists_alone in (alone, ours):
-            torch.testing.assert_close(portattn.attention(q, k, v, block_mask=lists_alone, mask=mask), expected)
+        four = [getattr(blocks, name) for name in portattn.BlockMask._fields[:4]]
+        for make in (flex_attention.BlockMask.from_kv_blocks, portattn.BlockMask):
+            torch.testing.assert_close(portattn.attention(q, k, v, block_mask=make(*four, SIZE), mask=mask), expected)
 
 
 def test_nan_in_blocks_that_no_list_names() -> None:
@@ -203,9 +200,7 @@ def test_bad_lists_are_refused_by_name(what: tuple[Any, ...]) -> None:
 def test_what_goes_without() -> None:
     q, k, v = tensors()
     blocks, _ = lists(heads=1)
-    of_two = blocks._replace(
-        **{n: t.expand(B, 2, *t.shape[2:]) for n, t in blocks._asdict().items() if n != "block_size"}
-    )
+    of_two = portattn.BlockMask(*(t.expand(B, 2, *t.shape[2:]) for t in blocks[:4]), block_size=SIZE)
     theirs = flex_attention.create_block_mask(documents, 3, None, ROWS, KEYS, device="cpu", BLOCK_SIZE=SIZE)
     for wrong, text in ((of_two, "Hq is 2, but must be 1 or 4"), (theirs, "B is 3, but must be 1 or 2")):
         with pytest.raises(portattn.ArgumentError, match=f"^attention: block_mask's {text}$"):
@@ -230,6 +225,8 @@ def test_plans() -> None:
     assert fallen.path == "reference"
     assert any("block_mask has block_k 24, no multiple of 16" in each.reason for each in fallen.rejected)
     assert plan(Problem(**sizes, kv_format="e4m3"), target).kernel == "dense_forward"
+    with pytest.raises(portattn.ArgumentError, match="leftpad_k is True, but goes without block_mask"):
+        Problem(**sizes, leftpad_k=True)
 
 
 def test_a_call_without_lists_attends_all() -> None:
@@ -319,13 +316,6 @@ def test_the_operator_checks_its_lists() -> None:
             run(blocks, size, "reference")
 
 
-def test_a_problem_has_no_lists_beside_left_padding() -> None:
-    fields: dict[str, Any] = {"batch": 1, "heads_q": 1, "heads_k": 1, "seq_q": 32, "seq_k": 32, "head_dim": 16}
-    fields |= {"head_dim_v": 16, "dtype": "bf16", "block_mask": True}
-    with pytest.raises(portattn.ArgumentError, match="leftpad_k is True, but goes without block_mask"):
-        Problem(op="attention", **fields, leftpad_k=True)
-
-
 def test_ids_of_no_block_are_passed_over_where_nothing_is_read_back() -> None:
     x, ids = torch.randn(1, 1, 32, 16), torch.tensor([[[[0, 7, -3]]]], dtype=torch.int32)
     blocks = portattn.BlockMask(torch.tensor([[[3]]], dtype=torch.int32), ids, block_size=(32, 16))
@@ -338,9 +328,8 @@ def test_lists_are_made_once_until_they_are_written_to(monkeypatch: pytest.Monke
     monkeypatch.setattr(module, "block_lists", lambda *given: made.append(1) or block_lists(*given))
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 2, 64, 16).unbind(0)
-    mask = portattn.BlockMask(
-        torch.ones(1, 1, 4, dtype=torch.int32), torch.zeros(1, 1, 4, 1, dtype=torch.int32), block_size=(16, 16)
-    )
+    ones = torch.ones(1, 1, 4, dtype=torch.int32)
+    mask = portattn.BlockMask(ones, ones[..., None] * 0, block_size=(16, 16))
     first = portattn.attention(q, k, v, block_mask=mask)
     assert torch.equal(portattn.attention(q, k, v, block_mask=mask), first)
     assert len(made) == 1
@@ -348,7 +337,7 @@ def test_lists_are_made_once_until_they_are_written_to(monkeypatch: pytest.Monke
     second = portattn.attention(q, k, v, block_mask=mask)
     assert torch.allclose(second, portattn.attention(q, k[:, :, 16:32], v[:, :, 16:32]), atol=1e-5)
     assert len(made) == 2
-    monkeypatch.setattr(score_functions, "_captured", {})
+    monkeypatch.setattr(score_functions, "_held_for_graphs", {})
     monkeypatch.setattr(score_functions, "_is_capturing", lambda device: True)
     other = mask._replace(kv_indices=mask.kv_indices * 2)
     for count in (3, 4):  # lists that a graph makes have no numbers outside of it
@@ -356,5 +345,15 @@ def test_lists_are_made_once_until_they_are_written_to(monkeypatch: pytest.Monke
         assert len(made) == count
     portattn.attention(q, k, v, block_mask=mask)
     assert len(made) == 4
-    [(_, held)] = score_functions._captured.items()  # the graph has its address
+    [(key, held)] = score_functions._held_for_graphs.items()  # the graph has its address
+    assert key == id(held)  # no other list takes its place
     assert held is next(reversed(score_functions._lists.values()))[1]
+
+
+@pytest.mark.parametrize("mode", ["fake", "symbolic"])
+def test_lists_of_fake_tensors_are_not_kept(mode: str) -> None:
+    q, at = torch.randn(1, 2, 301, 16), torch.arange(301)
+    call = functools.partial(portattn.attention, mask_mod=lambda b, h, q, k: (q >= k) | (k < 5))
+    make_fx(lambda q: call(q, q, q), tracing_mode=mode)(q)
+    right = portattn.attention(q, q, q, mask=((at[:, None] >= at) | (at < 5))[None, None])
+    torch.testing.assert_close(call(q, q, q), right)
