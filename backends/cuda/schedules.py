@@ -76,9 +76,9 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ValueError(f"columns is {self.columns}, but must be 0 (all) or 64")
 
 
-# Operations of score functions whose many steps spill up to 12 KB a thread (Triton 3.6.0), and the most of others: with
-# gelu's 8 and ALiBi's 7, among others, heads of 64 and 128 columns spill nothing.
+# Operations of many steps each, with which a thread spills up to 12 KB (Triton 3.6.0).
 SPILLED = frozenset({"sin", "cos", "mod", "floordiv"})
+# gelu has 8 operations, ALiBi 7: with either, heads of 64 and 128 columns spill nothing (Triton 3.6.0).
 MOST_OPERATIONS = 16
 
 

@@ -366,7 +366,7 @@ def _and(own: Any, mask_mod: Any) -> Any:
     return own if mask_mod is None else and_masks(own, mask_mod)
 
 
-# Of torch's BlockMasks that portattn's create_block_mask made: mask_mod's program, and the lists with their versions.
+# For each BlockMask of portattn's create_block_mask: the program of its mask_mod, and its lists with their versions.
 made_lists: weakref.WeakKeyDictionary[Any, tuple[str, list[tuple[str, torch.Tensor, int]]]]
 made_lists = weakref.WeakKeyDictionary()
 
@@ -378,7 +378,7 @@ def _are_of_window(block_mask: Any) -> bool:
     text, lists = made_lists[block_mask]
     if as_window(text) is None or cached_trace(ATTENTION, "mask_mod", block_mask.mask_mod)[0] != text:
         return False
-    return all(getattr(block_mask, name) is one and one._version == version for name, one, version in lists)
+    return all(getattr(block_mask, name) is own and own._version == version for name, own, version in lists)
 
 
 def _with_mod(

@@ -168,8 +168,8 @@ class Variant:
         """Return numbers that follow from the problem's sizes, for plans; the compiled code has none. Pure."""
         return {}
 
-    def orders(self, problem: Problem, target: Target) -> bool:
-        """Return whether it alone may compute such rows under invariant=True: another path has other bits. Pure."""
+    def owns_invariant_rows(self, problem: Problem, target: Target) -> bool:
+        """Return whether no other path may run a problem under invariant=True, as its bits are others. Pure."""
         return False
 
     def defers_to_core(self, problem: Problem) -> str:

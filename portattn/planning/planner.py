@@ -182,7 +182,8 @@ class Path:
     extra: bool = False  # a later path covers all that this one does: passing it over is no fall-back
     # Why a later path is better for a problem that this one can run; else empty.
     defers: Callable[[Problem], str] = lambda problem: ""
-    orders: Callable[[Problem, Target], bool] = lambda problem, target: False  # Variant.orders
+    # Variant.owns_invariant_rows
+    owns_invariant_rows: Callable[[Problem, Target], bool] = lambda problem, target: False
 
 
 def _variant(variant: Variant) -> Path:
@@ -190,7 +191,8 @@ def _variant(variant: Variant) -> Path:
         taken = choose_variant(variant, asked.problem, asked.target, asked.registry, asked.records, asked.settings)
         return asked.plan(variant.name, needs=variant.needs, **_trained(variant.name, asked, _fields(taken)))
 
-    return Path(variant.name, plan, extra=True, defers=variant.defers_to_core, orders=variant.orders)
+    owns = variant.owns_invariant_rows
+    return Path(variant.name, plan, extra=True, defers=variant.defers_to_core, owns_invariant_rows=owns)
 
 
 def _core(name: str) -> Path:
@@ -221,7 +223,7 @@ def _trained(name: str, asked: PlanRequest, fields: dict[str, Any]) -> dict[str,
             made = path.plan(gradients)
         except PathRejection as refused:
             no = refused.rejection
-            if requested == "auto" and path.orders(gradients.problem, asked.target):
+            if requested == "auto" and path.owns_invariant_rows(gradients.problem, asked.target):
                 break
             continue
         if requested != "auto" or not path.defers(gradients.problem):
@@ -378,8 +380,9 @@ def plan(
     settings = settings or Settings()
     registry.overrides(settings.quirks)  # a misspelt id is an error on every path
     if settings.invariant and problem.sums:
-        whole = 0 if problem.num_splits == 1 else problem.num_splits  # keys are not split: no demand of its own
-        problem = msgspec.structs.replace(problem, invariant=True, num_splits=whole)
+        # invariant=True never splits keys: num_splits=1 demands nothing more, and a variant would refuse the demand.
+        splits = 0 if problem.num_splits == 1 else problem.num_splits
+        problem = msgspec.structs.replace(problem, invariant=True, num_splits=splits)
     asked = PlanRequest(problem, target, registry, records, settings)
     automatic = settings.backend == "auto"
     core = registry.backends[target.backend].core_path
@@ -398,8 +401,8 @@ def plan(
             made = path.plan(asked)
         except PathRejection as refused:
             no = refused.rejection
-            if automatic and path.orders(problem, target):
-                first = f"{problem.op}: {path.name} sums such rows, in one order (invariant=True), and cannot here"
+            if automatic and path.owns_invariant_rows(problem, target):
+                first = f"{problem.op}: only {path.name} sums such rows in one order (invariant=True), and cannot here"
                 raise PathUnavailable(first, [msgspec.structs.replace(no, hint=no.hint or OTHER_BITS)]) from None
             if deferred is not None and not path.extra:
                 return msgspec.structs.replace(deferred, notes=(*deferred.notes, no.note()))

@@ -45,10 +45,10 @@ def ceil_div(a: Any, b: Any) -> Any:
 
 
 def as_window(text: str, op: str, rows: Any, keys: Any, whole: bool) -> tuple[str, tuple[int, int]] | None:
-    """Return causal and window by which a call without either masks as a mask function does; None for none.
+    """Return the values of causal and window that mask as a mask function does; None if no values do.
 
-    A function numbers queries from their sequence's first, over caches as their own keys. So causal="top_left" and
-    "bottom_right" do, and a window that is not causal is bottom-right.
+    The call has neither option. A function numbers queries from their sequence's first, over caches as their own keys:
+    like causal="top_left" and "bottom_right". A window that is not causal is bottom-right.
 
     Args:
         text: the function's program

@@ -25,7 +25,7 @@ from portattn.planning.registry import Registry, parse_target
 from portattn.schema.plan import AppliedQuirk
 from portattn.schema.quirk import ASSUMED
 from portattn.testing import canary
-from portattn.tools.compare import registry_changes as upgrade_variants
+from portattn.tools.compare import registry_changes
 from portattn.worker.client import Reply
 
 BACKWARD = Problem(
@@ -61,7 +61,7 @@ def test_a_bug_of_an_assembler_whose_version_is_not_known_is_said_to_be_assumed(
     assert (made.path, noted.note) == (NAME, doubt)
     (line,) = [line for line in made.explain().splitlines() if noted.id in line]
     assert line.endswith(f"[{doubt}]") if doubt else "[" not in line
-    assert doubt == upgrade_variants._note(Registry.load().quirks[noted.id], "stays", target)
+    assert doubt == registry_changes._note(Registry.load().quirks[noted.id], "stays", target)
 
 
 def test_what_is_known_of_a_toolchain_is_not_listed_with_what_is_assumed() -> None:

@@ -218,8 +218,8 @@ class BackwardVariant(Variant):
         reason = next((text for text, holds in reasons.items() if holds), None)
         return None if reason is None else Rejection(path=self.name, reason=reason)
 
-    def orders(self, problem: Problem, target: Target) -> bool:
-        """Return whether only the tensors' layout can keep it from such gradients."""
+    def owns_invariant_rows(self, problem: Problem, target: Target) -> bool:
+        """Return whether it takes the problem in some layout of the tensors."""
         compiles = problem.invariant and described_by(target.toolchain)
         return compiles and self.rejects(msgspec.structs.replace(problem, aligned=True), target) is None
 

@@ -197,8 +197,8 @@ class ForwardVariant(Variant):
             reason = f"dequantizes caches for 2 consumers, not for the schedule's {chosen.schedule.groups}"
         return None if reason is None else Rejection(path=self.name, reason=reason)
 
-    def orders(self, problem: Problem, target: Target) -> bool:
-        """Return whether only the tensors' layout can keep it from such rows; sizes of 0 have none."""
+    def owns_invariant_rows(self, problem: Problem, target: Target) -> bool:
+        """Return whether it takes the problem in some layout of the tensors; a size of 0 leaves no rows."""
         fit = {"aligned": True, "page_size": PAGE_STEP if problem.page_size else 0}
         compiles = problem.invariant and described_by(target.toolchain)
         return compiles and self.rejects(msgspec.structs.replace(problem, **fit), target) is None
