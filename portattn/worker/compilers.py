@@ -217,8 +217,9 @@ def compile_signature(request: dict[str, Any], enter: Callable[[str], None]) -> 
         function = own_kernels.kernel_of(signature["root"], signature["function"])
         if "case" in signature:
             signature = own_kernels.signature_of(function, signature["case"])
-        enter("options")
-        check_options(signature["options"], GPUTarget(*target))
+        if not request.get("adapter"):  # a compiler of its own, which Triton does not know
+            enter("options")
+            check_options(signature["options"], GPUTarget(*target))
         enter("parse")
     else:
         enter("parse")
