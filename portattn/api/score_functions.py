@@ -381,8 +381,8 @@ def _cached_lists(
 ) -> torch.Tensor | None:
     if free and as_window(text, "attention", *sizes[2:], whole) is not None:
         return None
-    tensors = [tensor for tensor in captured.values() if tensor is not None]
     program = score_program.parse(text)
+    tensors = [captured[CAPTURED[number]] for number in program.captures]  # score_mod's may be written at each step
     batch, heads = sizes[0] if program.uses("b") else 1, sizes[1] if program.uses("h") else 1
 
     def make() -> torch.Tensor:
@@ -396,7 +396,7 @@ def made_once(key: Any, tensors: Sequence[torch.Tensor], make: Callable[[], torc
 
     It is made anew of tensors without versions, and under a dispatch mode, where it may be a FakeTensor. A list that a
     graph captures is kept for good: the graph holds its address. A list made in a capture has its numbers after a
-    replay alone, and is not kept. Of the tensors themselves only weak references are held."""
+    replay alone, and is not kept. Of the tensors themselves only weak references are held: a list goes with them."""
     if torch.compiler.is_compiling() or in_mode() or not all(map(_has_version, tensors)):
         return make()
     # `t.data = other` changes no version, nor does a graph that is replayed.
@@ -409,9 +409,13 @@ def made_once(key: Any, tensors: Sequence[torch.Tensor], make: Callable[[], torc
         return known[1]
     with torch.no_grad():
         made = make()
+
+    def forget(_: Any, lists: Any = _lists) -> None:  # no lock: any thread may collect a tensor, and hold it
+        lists.pop(key, None)
+
     if not _is_capturing(made.device):
         with _lock:
-            _lists[key] = [weakref.ref(t) for t in tensors], made
+            _lists[key] = [weakref.ref(t, forget) for t in tensors], made
             while len(_lists) > _MOST_LISTS:
                 _lists.popitem(last=False)
     return made

@@ -198,18 +198,14 @@ def test_bad_lists_are_refused_by_name(what: tuple[Any, ...]) -> None:
 
 
 def test_what_goes_without() -> None:
-    q, k, v = tensors()
     blocks, _ = lists(heads=1)
     of_two = portattn.BlockMask(*(t.expand(B, 2, *t.shape[2:]) for t in blocks[:4]), block_size=SIZE)
     theirs = flex_attention.create_block_mask(documents, 3, None, ROWS, KEYS, device="cpu", BLOCK_SIZE=SIZE)
     for wrong, text in ((of_two, "Hq is 2, but must be 1 or 4"), (theirs, "B is 3, but must be 1 or 2")):
         with pytest.raises(portattn.ArgumentError, match=f"^attention: block_mask's {text}$"):
-            portattn.attention(q, k, v, block_mask=wrong)
+            portattn.attention(*tensors(), block_mask=wrong)
     with pytest.raises(portattn.ArgumentError, match=r"leftpad_k is .*goes without block_mask"):
-        portattn.attention(q, k, v, block_mask=blocks, leftpad_k=torch.zeros(B, dtype=torch.int32))
-    for op in ("varlen_attention", "decode_attention", "paged_attention"):
-        with pytest.raises(portattn.UnknownArgument, match=f"{op} has no argument 'block_mask'"):
-            getattr(portattn, op)(block_mask=blocks)
+        portattn.attention(*tensors(), block_mask=blocks, leftpad_k=torch.zeros(B, dtype=torch.int32))
 
 
 def test_plans() -> None:
@@ -231,8 +227,7 @@ def test_plans() -> None:
 
 def test_a_call_without_lists_attends_all() -> None:
     q, k, v = tensors()
-    none = torch.zeros(1, 1, 3, dtype=torch.int32)
-    blocks = portattn.BlockMask(none, torch.zeros(1, 1, 3, 0, dtype=torch.int32), block_size=SIZE)
+    blocks = portattn.BlockMask(zeros(1, 1, 3).int(), zeros(1, 1, 3, 0).int(), block_size=SIZE)
     out, lse = portattn.attention(q, k, v, block_mask=blocks, return_lse=True)
     assert not out.any()
     assert lse.eq(float("-inf")).all()
@@ -266,8 +261,7 @@ def test_torchs_mask_of_other_lengths_is_refused(made: tuple[int, int]) -> None:
 
 def test_wrong_ids_and_counts_are_refused_where_values_are_read() -> None:
     q, k, v = tensors()
-    blocks, _ = lists()
-    across = -(-KEYS // SIZE[1])
+    blocks, across = lists()[0], -(-KEYS // SIZE[1])
     counts, ids = blocks.kv_num_blocks.clamp(min=1), blocks.kv_indices.clone()
     ids[..., 0] = across
     for broken, what, value in (
@@ -294,18 +288,14 @@ def test_torchs_mask_in_a_whole_graph() -> None:
 @pytest.mark.interpreter
 def test_the_operator_checks_its_lists() -> None:
     q, k, v = tensors()
-    down, across = -(-ROWS // SIZE[0]), -(-KEYS // SIZE[1])
-    marks = torch.randint(0, 3, (1, 1, down, across)).to(torch.int8)
+    marks = torch.randint(0, 3, (1, 1, -(-ROWS // SIZE[0]), -(-KEYS // SIZE[1]))).to(torch.int8)
     spread = block_lists(marks, (ROWS, KEYS), SIZE).repeat_interleave(2, dim=-1)[..., ::2]
     tensors_, values, lengths = request_of("attention", q, k, v).parts
-    names = list(OPS["attention"].tensors)
-    given = list(tensors_)
-    given[names.index("block_mask")] = spread
+    names, given = list(OPS["attention"].tensors), list(tensors_)
 
     def run(blocks: torch.Tensor | None, size: Any, backend: str) -> Any:
         given[names.index("block_mask")] = blocks
-        at = list(OPS["attention"].fixed)
-        fixed = list(values)
+        at, fixed = list(OPS["attention"].fixed), list(values)
         fixed[at.index("block_size")] = size
         fixed[len(at)] = backend
         return torch.ops.portattn.attention(*arguments_of("attention", tuple(given), tuple(fixed), lengths))[0]
@@ -357,3 +347,15 @@ def test_lists_of_fake_tensors_are_not_kept(mode: str) -> None:
     make_fx(lambda q: call(q, q, q), tracing_mode=mode)(q)
     right = portattn.attention(q, q, q, mask=((at[:, None] >= at) | (at < 5))[None, None])
     torch.testing.assert_close(call(q, q, q), right)
+
+
+def test_lists_go_with_the_tensors_that_the_mask_reads() -> None:
+    score_functions._lists.clear()
+    q, bias, document = torch.randn(1, 2, 200, 16), torch.randn(2), torch.arange(200) // 70
+    call = functools.partial(portattn.attention, mask_mod=lambda b, h, i, j, seen=document: seen[i] >= seen[j])
+    for _ in range(2):
+        call(q, q, q, score_mod=lambda score, b, h, i, j: score + bias[h])
+        bias.add_(1.0)  # which the mask does not read
+    assert len(score_functions._lists) == 1
+    del document, call
+    assert not score_functions._lists
