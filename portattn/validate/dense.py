@@ -10,7 +10,7 @@ import torch
 from portattn.config import Settings
 from portattn.errors import ArgumentError
 from portattn.schema.call import Call
-from portattn.schema.ops import ROWS
+from portattn.schema.ops import BACKWARD, ROWS
 from portattn.schema.problem import check_groups
 from portattn.validate import values
 from portattn.validate.checks import (
@@ -200,7 +200,7 @@ def _attention_call(
             if lengths[name] is not None:
                 limit = "goes without block_mask, whose blocks count from the first row and key"
                 raise ArgumentError(op, name, tuple(lengths[name].shape), limit)
-    whole = not settings.invariant and all(length is None for length in lengths.values())
+    whole = not settings.invariant and (op not in BACKWARD or all(length is None for length in lengths.values()))
     found.check_scored(Scores(batch, heads_q, seq_q, seq_k, seq_q + seq_k, whole=whole))
 
     return build(

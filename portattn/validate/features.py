@@ -53,15 +53,16 @@ def as_window(text: str, op: str, rows: Any, keys: Any, whole: bool) -> tuple[st
     Args:
         text: the function's program
         rows, keys: sizes of dense tensors; an unknown torch.SymInt is not compared
-        whole: no sequence has a length of its own, and results may depend on sizes
+        whole: no sequence of dense tensors has a length of its own, and results may depend on sizes
     """
     found = score_program.as_window(text)
     if found is None or found == (UNLIMITED, UNLIMITED):
         return found and ("none", found)
-    square = whole and is_size(rows) and is_size(keys) and rows == keys
-    if op not in BACKWARD or square:
-        return "bottom_right" if found[1] == 0 else "none", found
-    return ("top_left", found) if found[1] == 0 else None
+    cached = op not in BACKWARD
+    aligned = whole and (cached or (is_size(rows) and is_size(keys) and rows == keys))
+    if found[1] == 0:
+        return "bottom_right" if cached or aligned else "top_left", found
+    return ("none", found) if aligned else None  # so under invariant=True: dense rows have no such window
 
 
 FLOAT32_TINY = torch.finfo(torch.float32).tiny  # scores are divided by the cap

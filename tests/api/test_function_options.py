@@ -54,10 +54,7 @@ def test_windows_and_near_misses(source: str) -> None:
 
 def test_random_masks() -> None:
     draw, windows = random.Random(0), 0
-    pairs, signs = (
-        ("q k", "k q", "q-k 0", "k-q 0", "(q-k).abs() 0", "-k -q", "q+k k"),
-        ["<", "<=", "<", ">", ">=", "=="],
-    )
+    pairs, signs = ("q k", "k q", "q-k 0", "k-q 0", "(q-k).abs() 0", "-k -q", "q+k k"), ("<", "<=", ">", ">=", "==")
     for _ in range(400):
         source = ""
         for _ in range(draw.randint(1, 3)):
@@ -145,7 +142,8 @@ def test_invariance_and_packed_rows_ask_no_sizes() -> None:
     tensors = qkv()
     with portattn.settings(invariant=True):
         assert problem_of(*tensors, mask_mod=mask_of(CAUSAL)).causal == "top_left"
-        assert problem_of(*tensors, mask_mod=mask_of(BOTH)).mask_mod
+        for op, given in (("attention", {}), ("decode_attention", SHORT)):  # the same bits of a row
+            assert problem_of(*tensors, mask_mod=mask_of(BOTH), op=op, **given).mask_mod
     rows, packed = torch.tensor([0, 100, 300], dtype=torch.int32), [tensor[0].transpose(0, 1) for tensor in tensors]
     assert problem_of(*packed, rows, rows, 200, 200, mask_mod=mask_of(WINDOW), op="varlen_attention").window
 
