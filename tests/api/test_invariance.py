@@ -375,8 +375,7 @@ def test_a_chip_with_a_kernel_of_its_own_has_it_for_every_operation(
 @pytest.mark.parametrize("op", ["attention_backward", "varlen_attention_backward"])
 def test_its_gradients_are_summed_in_an_order_that_no_size_decides(op: str, width: int, causal: str) -> None:
     fields: dict[str, Any] = {"op": op, "head_dim": width, "causal": causal, "deterministic": True}
-    rows = [(3, 70, 9000), (1, 4096, 4096), (64, 300, 300), (500, 1, 40)]
-    found = set()
+    rows, found = [(3, 70, 9000), (1, 4096, 4096), (64, 300, 300), (500, 1, 40)], set()
     for batch, seq_q, seq_k in rows:
         sizes = {"total_q": batch * seq_q, "total_k": batch * seq_k} if "varlen" in op else {}
         sizes |= {"batch": batch, "seq_q": seq_q, "seq_k": seq_k}
@@ -391,6 +390,7 @@ def test_its_gradients_are_summed_in_an_order_that_no_size_decides(op: str, widt
         ({"aligned": False, "needs_grad": True}, "contiguous rows, bases and strides of 16 bytes"),
         ({"aligned": False}, "contiguous rows, bases and strides of 16 bytes"),
         ({"op": "paged_attention", "seq_q": 1, "page_size": 8, "seqlens_k": True}, "multiple of 16 tokens, not 8"),
+        ({"batch": 2**28, "seq_q": 1}, "too many tiles of rows"),
     ],
 )
 def test_rows_of_such_a_kernel_do_not_get_the_bits_of_the_core(fields: dict[str, Any], reason: str) -> None:

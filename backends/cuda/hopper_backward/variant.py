@@ -219,9 +219,10 @@ class BackwardVariant(Variant):
         return None if reason is None else Rejection(path=self.name, reason=reason)
 
     def owns_invariant_rows(self, problem: Problem, target: Target) -> bool:
-        """Return whether it takes the problem in some layout of the tensors."""
+        """Return whether it takes the problem in some layout of the tensors, of some batch."""
         compiles = problem.invariant and described_by(target.toolchain)
-        return compiles and self.rejects(msgspec.structs.replace(problem, aligned=True), target) is None
+        fit = msgspec.structs.replace(problem, aligned=True, batch=least(problem.batch, 1))
+        return compiles and self.rejects(fit, target) is None
 
     def launcher(self, call: Call) -> Callable[[Mapping[str, Any]], None]:
         """Return a function that runs calls like this one, given the tensors by name; it fills `out` with delta."""

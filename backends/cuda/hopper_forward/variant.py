@@ -198,8 +198,8 @@ class ForwardVariant(Variant):
         return None if reason is None else Rejection(path=self.name, reason=reason)
 
     def owns_invariant_rows(self, problem: Problem, target: Target) -> bool:
-        """Return whether it takes the problem in some layout of the tensors; a size of 0 leaves no rows."""
-        fit = {"aligned": True, "page_size": PAGE_STEP if problem.page_size else 0}
+        """Return whether it takes the problem in some layout, of some batch; a size of 0 leaves no rows."""
+        fit = {"aligned": True, "page_size": PAGE_STEP if problem.page_size else 0, "batch": least(problem.batch, 1)}
         compiles = problem.invariant and described_by(target.toolchain)
         return compiles and self.rejects(msgspec.structs.replace(problem, **fit), target) is None
 
