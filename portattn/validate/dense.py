@@ -201,7 +201,7 @@ def _attention_call(
                 limit = "goes without block_mask, whose blocks count from the first row and key"
                 raise ArgumentError(op, name, tuple(lengths[name].shape), limit)
     whole = not settings.invariant and (op not in BACKWARD or all(length is None for length in lengths.values()))
-    found.check_scored(Scores(batch, heads_q, seq_q, seq_k, seq_q + seq_k, whole=whole))
+    found.check_scored(Scores(batch, heads_q, seq_q, seq_k, seq_q + seq_k, whole=whole, invariant=settings.invariant))
 
     return build(
         op,

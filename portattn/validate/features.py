@@ -95,7 +95,8 @@ class Scores:
     reach: int = 0  # more than any distance between a query and a key
     packed: bool = False  # packed queries: (rows, keys) has no place for each score
     total: int = 0  # rows of packed queries
-    whole: bool = False  # no sequence has a length of its own, and the bits of results may depend on sizes
+    whole: bool = False  # no sequence of dense tensors has a length of its own, and not invariant
+    invariant: bool = False  # sizes must not decide the options, which decide a row's bits
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -189,7 +190,8 @@ class Features:
         if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
             limit = "must be an integer ≥ 1, the keys of a chunk, or None for no chunks"
             raise ArgumentError(self.op, "chunk", chunk, limit)
-        self.problem["chunk"] = chunk_or_none(chunk, self.problem["causal"], scores.rows, scores.keys)
+        sizes = (None, None) if scores.invariant else (scores.rows, scores.keys)
+        self.problem["chunk"] = chunk_or_none(chunk, self.problem["causal"], *sizes)
 
     def _side(self, name: str, window: tuple[Any, Any], side: Any) -> int:
         if side is None:
@@ -290,6 +292,7 @@ class Features:
         # Such options have an alignment of their own, and whole blocks of lists no mask.
         given = any(self.problem.get(name) for name in ("chunk", "alibi_slopes", "block_mask"))
         given = given or self.problem["causal"] != "none" or sides != (UNLIMITED, UNLIMITED)
+        given = given or (scores.invariant and not {None, UNLIMITED}.issuperset(self.asked.get("window") or ()))
         found = None if given else as_window(text, self.op, scores.rows, scores.keys, scores.whole)
         if found is None:
             return

@@ -158,7 +158,7 @@ class Queries:
             self.problem["total_q"], self.call["cu_seqlens_q"] = total, cu_seqlens_q
         # rows: Sq, or the longest packed sequence's.
         self.problem |= {"batch": self.batch, "heads_q": self.tensors[0].shape[1], "seq_q": self.rows}
-        self.is_packed, self.whole = listed or cu_seqlens_q is not None, not settings.invariant
+        self.is_packed, self.invariant = listed or cu_seqlens_q is not None, settings.invariant
 
     def seen_keys(self, problem: dict[str, Any], seqlens_k: torch.Tensor) -> values.Ranges:
         """Return the keys of each sequence that some of these queries see. Reads lengths back."""
@@ -167,8 +167,8 @@ class Queries:
 
     def scores(self, capacity: int) -> Scores:
         heads = self.tensors[0].shape[1]
-        reach, total = self.rows + capacity, self.problem.get("total_q", 0)
-        return Scores(self.batch, heads, self.rows, capacity, reach, self.is_packed, total, self.whole)
+        reach, total, invariant = self.rows + capacity, self.problem.get("total_q", 0), self.invariant
+        return Scores(self.batch, heads, self.rows, capacity, reach, self.is_packed, total, not invariant, invariant)
 
 
 def paged_call(

@@ -91,7 +91,8 @@ def varlen_call(
             values.scales(OP, {name: given}, of)
     # No sequence is longer than all rows: a larger max_seqlen changes nothing.
     seq_q, seq_k = least(max_seqlen_q, q.shape[0]), least(max_seqlen_k, k.shape[0])
-    found.check_scored(Scores(batch, q.shape[1], seq_q, seq_k, q.shape[0] + k.shape[0], packed=True))
+    reach, invariant = q.shape[0] + k.shape[0], settings.invariant
+    found.check_scored(Scores(batch, q.shape[1], seq_q, seq_k, reach, packed=True, invariant=invariant))
     return build(
         OP,
         {"q": packed(q), "k": packed(k), "v": packed(v)},

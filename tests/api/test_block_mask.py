@@ -226,9 +226,8 @@ def test_plans() -> None:
 
 
 def test_a_call_without_lists_attends_all() -> None:
-    q, k, v = tensors()
     blocks = portattn.BlockMask(zeros(1, 1, 3).int(), zeros(1, 1, 3, 0).int(), block_size=SIZE)
-    out, lse = portattn.attention(q, k, v, block_mask=blocks, return_lse=True)
+    out, lse = portattn.attention(*tensors(), block_mask=blocks, return_lse=True)
     assert not out.any()
     assert lse.eq(float("-inf")).all()
 
@@ -260,7 +259,6 @@ def test_torchs_mask_of_other_lengths_is_refused(made: tuple[int, int]) -> None:
 
 
 def test_wrong_ids_and_counts_are_refused_where_values_are_read() -> None:
-    q, k, v = tensors()
     blocks, across = lists()[0], -(-KEYS // SIZE[1])
     counts, ids = blocks.kv_num_blocks.clamp(min=1), blocks.kv_indices.clone()
     ids[..., 0] = across
@@ -270,9 +268,9 @@ def test_wrong_ids_and_counts_are_refused_where_values_are_read() -> None:
         (blocks._replace(full_kv_num_blocks=counts - across - 1), "full_kv_num_blocks", None),
     ):
         with pytest.raises(portattn.ArgumentError, match=what) as caught:
-            portattn.attention(q, k, v, block_mask=broken)
+            portattn.attention(*tensors(), block_mask=broken)
         assert value is None or caught.value.value == value
-        portattn.attention(q, k, v, block_mask=broken, validate=False)
+        portattn.attention(*tensors(), block_mask=broken, validate=False)
 
 
 def test_torchs_mask_in_a_whole_graph() -> None:

@@ -144,6 +144,8 @@ def test_invariance_and_packed_rows_ask_no_sizes() -> None:
         assert problem_of(*tensors, mask_mod=mask_of(CAUSAL)).causal == "top_left"
         for op, given in (("attention", {}), ("decode_attention", SHORT)):  # the same bits of a row
             assert problem_of(*tensors, mask_mod=mask_of(BOTH), op=op, **given).mask_mod
+            assert problem_of(*tensors, causal=True, chunk=512, op=op, **given).chunk == 512  # whatever else is longer
+            assert problem_of(*tensors, window=(700, 700), mask_mod=mask_of(CAUSAL), op=op, **given).mask_mod
     rows, packed = torch.tensor([0, 100, 300], dtype=torch.int32), [tensor[0].transpose(0, 1) for tensor in tensors]
     assert problem_of(*packed, rows, rows, 200, 200, mask_mod=mask_of(WINDOW), op="varlen_attention").window
 
