@@ -394,10 +394,12 @@ def _cached_lists(
 def made_once(key: Any, tensors: Sequence[torch.Tensor], make: Callable[[], torch.Tensor]) -> torch.Tensor:
     """Return `make()`, made once for a key until one of the tensors is written to.
 
-    It is made anew of tensors without versions, and under a dispatch mode, where it may be a FakeTensor. A list that a
-    graph captures is kept for good: the graph holds its address. A list made in a capture has its numbers after a
-    replay alone, and is not kept. Of the tensors themselves only weak references are held: a list goes with them."""
+    It is made anew of tensors without versions, under a dispatch mode, where it may be a FakeTensor, and in a capture:
+    the tensors may be written to before a replay. A list of no tensors is kept for good once a graph has its address.
+    Of the tensors themselves only weak references are held: a list goes with them."""
     if torch.compiler.is_compiling() or in_mode() or not all(map(_has_version, tensors)):
+        return make()
+    if tensors and _is_capturing(tensors[0].device):
         return make()
     # `t.data = other` changes no version, nor does a graph that is replayed.
     key = (key, tuple((id(t), t._version, t.data_ptr()) for t in tensors))
