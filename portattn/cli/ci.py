@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from portattn.tools.compare.report import CiReport
     from portattn.tools.compare.sides import CiRequest, SideRun
     from portattn.tools.compare.verdict import ExpectedFailure
-    from portattn.tools.matrix.problems import SetName
     from portattn.tools.matrix.run import Options
 
 
@@ -76,10 +75,8 @@ def _kinds() -> Sequence[str]:
      "Targets, as of `matrix run`; repeat it, or use commas. The baseline's, or those of the quick set."),
 )  # fmt: skip
 @matrix_compare.cell_options
+@matrix_compare.set_options
 @options(
-    ("--quick", FLAG, "The quick set of problems (the default)."),
-    ("--full", FLAG, "The full set of problems: seconds of plans, hours of compiling."),
-    ("--kernels", FILE, "Kernels of other packages in place of problems (docs/ci.md); needs --compile."),
     ("--baseline", PATH | {"metavar": "FILE"}, "A baseline, or an earlier run, in place of the old compiler's side."),
     ("--quirk-folder", PATH | {"metavar": "DIR"},
      "Quirk files of your own that come with the change: they hold on the new side alone."),
@@ -99,10 +96,9 @@ def _kinds() -> Sequence[str]:
 @json_option
 def ci(
     before: str | None, after: str | None, targets: tuple[str, ...], problems: tuple[str, ...], quick: bool, full: bool,
-    kernels: Path | None, baseline: Path | None, quirk_folder: Path | None, compiled: bool, create: bool, jobs: int,
-    seconds: float,
-    emulate: bool, expected: Path | None, today: datetime.datetime | None, fail_on: tuple[str, ...],
-    summary: Path | None, out: Path | None, as_json: bool,
+    shapes: Path | None, kernels: Path | None, baseline: Path | None, quirk_folder: Path | None, compiled: bool,
+    create: bool, jobs: int, seconds: float, emulate: bool, expected: Path | None,
+    today: datetime.datetime | None, fail_on: tuple[str, ...], summary: Path | None, out: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Say what breaks with another compiler: cells that lose something, quirks, variants, schedules.
 
@@ -117,15 +113,14 @@ def ci(
     from portattn.tools.compare.sides import LEFT_OUT, read_request
     from portattn.tools.matrix.run import Options
 
-    matrix_compare.one_set("ci", quick, full, kernels)
+    which = matrix_compare.one_set("ci", full=full, quick=quick, kernels=kernels, shapes=shapes)
     if create and not compiled:
         raise ArgumentError("ci", "--create", "on", "goes with --compile")
     red, listed = _fail_on(fail_on, compiled), matrix_compare.expected_of(expected)
     if kernels and not compiled:
         raise ArgumentError("ci", "--kernels", str(kernels), "goes with --compile: such kernels have no plan")
-    which: SetName | None = "kernels" if kernels else "full" if full else "quick" if quick else None
     what = read_request(
-        before, after, targets, problems, which=which, baseline=baseline, quirks=quirk_folder, kernels=kernels
+        before, after, targets, problems, which=which, baseline=baseline, quirks=quirk_folder, file=kernels or shapes
     )
     for option, path, reason in (("--summary", summary, takes_no_file), ("--out", out, takes_no_files)):
         if path and (why := reason(path)):  # said before the work

@@ -29,11 +29,9 @@ def matrix() -> None:
 
 
 @matrix.command()
+@options(("--out", PATH | SHOWN | {"default": Path(".matrix")}, "Folder of the results."))
+@matrix_compare.set_options
 @options(
-    ("--out", PATH | SHOWN | {"default": Path(".matrix")}, "Folder of the results."),
-    ("--quick", FLAG, "A handful of problems (the default)."),
-    ("--full", FLAG, "Every dtype × head_dim × mask, and each feature: hours."),
-    ("--kernels", FILE, "Kernels of other packages, of a file (docs/ci.md), in place of problems."),
     ("--quirk-folder", PATH | {"metavar": "DIR"}, "With --kernels: quirk files of your own, which the cells apply."),
     ("--targets", TARGETS,
      "Targets, as `rocm`, `gfx9*`, `cuda:sm_90` or a family (`rdna3`); repeat it, or use commas."),
@@ -54,8 +52,8 @@ def matrix() -> None:
 @options(("--host", {"metavar": "NAME"}, "What this machine is called in the record and in merged runs."))
 @json_option
 def run(
-    out: Path, quick: bool, full: bool, kernels: Path | None, quirk_folder: Path | None, targets: tuple[str, ...],
-    problems: tuple[str, ...], toolchain: tuple[str, ...], all_toolchains: bool, create: bool,
+    out: Path, quick: bool, full: bool, shapes: Path | None, kernels: Path | None, quirk_folder: Path | None,
+    targets: tuple[str, ...], problems: tuple[str, ...], toolchain: tuple[str, ...], all_toolchains: bool, create: bool,
     ascend_python: str | None, jobs: int, seconds: float, resume: bool, emulate: bool,
     run_ptx_compat: bool | None, host: str | None, baseline: Path | None, fail_on: tuple[str, ...],
     expected: Path | None, as_json: bool,
@@ -81,8 +79,8 @@ def run(
     from portattn.tools.matrix.cells import snapshot
     from portattn.tools.matrix.run import Options, execute
 
-    matrix_compare.one_set("matrix run", quick, full, kernels)
-    which: SetName = "kernels" if kernels else "full" if full else "quick"
+    given = matrix_compare.one_set("matrix run", full=full, quick=quick, kernels=kernels, shapes=shapes)
+    which: SetName = given or "quick"
     if quirk_folder and not kernels:  # a device's child plans by the installed entries alone
         raise ArgumentError("matrix run", "--quirk-folder", str(quirk_folder), "goes with --kernels; or use `ci`")
     registry = sides.with_quirks("matrix run", Registry.load(), quirk_folder) if quirk_folder else Registry.load()
@@ -95,7 +93,7 @@ def run(
     globs, names = select.globs(targets), select.commas(problems)
     where = select.targets(globs, select.toolchains(toolchain, all_toolchains), ascend, which)
     pythons = {str(ascend): ascend_python} if ascend_python else {}
-    specs = select.specs(select.subjects(which, names, kernels), where)
+    specs = select.specs(select.subjects(which, names, kernels or shapes), where)
     asked_for = sides.MatrixRequest(where, globs, names, which, all_toolchains)
     if before is not None:
         asked_for.must_share(before, specs)

@@ -10,7 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 import msgspec
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from portattn.tools.compare.changes import Diff
     from portattn.tools.compare.verdict import ExpectedFailure, Verdict
     from portattn.tools.matrix.cells import Cell, Run, Snapshot, SnapshotCell
+    from portattn.tools.matrix.problems import SetName
     from portattn.tools.matrix.results import Conflict, MergedRun
     from portattn.tools.matrix.site import History
 
@@ -108,11 +109,21 @@ def verdict_options(function: F) -> F:
     return fail_on_option(changes)(_expected_option(function))
 
 
-def one_set(op: str, quick: bool, full: bool, kernels: Path | None) -> None:
-    if full and (quick or kernels):
-        raise ArgumentError(op, "--full", "on", f"goes without {'--quick' if quick else '--kernels'}")
-    if quick and kernels:
-        raise ArgumentError(op, "--quick", "on", "goes without --kernels")
+set_options = options(
+    ("--quick", FLAG, "The quick set of problems (the default)."),
+    ("--full", FLAG, "The full set, every dtype × head_dim × mask and each feature: hours of compiling."),
+    ("--shapes", FILE, "Problems of your own, of a file (docs/ci.md), in place of a set."),
+    ("--kernels", FILE, "Kernels of other packages, of a file (docs/ci.md), in place of problems."),
+)
+
+
+def one_set(op: str, **given: bool | Path | None) -> SetName | None:
+    """Return the set, named by the one option of `set_options` that is given; None: by none. Raises ArgumentError."""
+    names = [name for name, value in given.items() if value]
+    if len(names) > 1:
+        value = given[names[0]]
+        raise ArgumentError(op, f"--{names[0]}", "on" if value is True else str(value), f"goes without --{names[1]}")
+    return cast("SetName", names[0]) if names else None
 
 
 def red_kinds(texts: Sequence[str], op: str, compared: bool) -> frozenset[str]:

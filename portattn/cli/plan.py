@@ -17,6 +17,7 @@ from portattn.schema.problem_limits import OPS
 from portattn.tools import display_text, param_types
 from portattn.tools.param_types import FLAG, options
 from portattn.tools.problem_options import (
+    TRAINING,
     CausalCommand,
     problem_from,
     problem_options,
@@ -46,9 +47,7 @@ BOUND_SECONDS = 240.0  # that the compiler of a bound may take
 @output.toolchain_option("The compiler, such as triton==3.6.0; the installed one by default.")
 @problem_options
 @options(
-    ("--grad", FLAG, "Gradients of the tensors will be asked for."),
-    ("--dropout", FLAG, "Probabilities are dropped, by a seed."),
-    ("--deterministic", FLAG, "Of gradients: repeatable bit by bit."),
+    *TRAINING,
     ("--backend", {"type": param_types.PLANNED_PATH, "metavar": "PATH"},
      "A path that must be taken; `auto` takes the best one."),
     ("--quirks", {"type": param_types.OVERRIDES, "metavar": "+ID,-ID"}, "Apply (+) or switch off (-) quirks."),

@@ -1,6 +1,6 @@
 """From command-line options to a Problem and a Target; errors name the option, its value and the limit."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar, get_args
 
 import click
@@ -230,6 +230,41 @@ def training_problem(problem: Problem, grad: bool, dropout: bool, deterministic:
 
 def _option(name: str) -> str:
     return "--alibi" if name == "alibi_slopes" else f"--{name.replace('_', '-')}"
+
+
+TRAINING: tuple[tuple[str, dict[str, Any], str], ...] = (
+    ("--grad", FLAG, "Gradients of the tensors will be asked for."),
+    ("--dropout", FLAG, "Probabilities are dropped, by a seed."),
+    ("--deterministic", FLAG, "Of gradients: repeatable bit by bit."),
+)
+
+
+@click.command(cls=CausalCommand, add_help_option=False)
+@problem_options
+@param_types.options(*TRAINING)
+def _keys(**_: Any) -> None:
+    """Never called: only its parser is of use."""
+
+
+def problem_of_table(op: str, table: Mapping[str, Any]) -> Problem:
+    """Return the Problem of a table of the options of `portattn plan`: `{"q": [1, 8, 64, 128], "causal": True, …}`.
+
+    Raises ArgumentError naming the key or the option."""
+    known = {name.strip("-").replace("-", "_"): name for param in _keys.params for name in param.opts}
+    words = []
+    for key, value in table.items():
+        if key not in known:
+            raise ArgumentError(op, key, value, f"is unknown: keys are op, name, {', '.join(known)}")
+        text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+        words += [] if value is False else [known[key]] if value is True else [f"{known[key]}={text}"]
+    try:
+        given = _keys.make_context("plan", words).params
+    except click.UsageError as error:
+        option = getattr(error, "param", None)
+        key = option.name if option and option.name else "q"
+        raise ArgumentError(op, key, table.get(key), error.format_message()) from None
+    training = {name.strip("-"): given.pop(name.strip("-")) for name, _, _ in TRAINING}
+    return training_problem(problem_from(op, **given), **training)
 
 
 def _check_taken(op: str, given: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ import re
 from unittest.mock import Mock
 
 import pytest
+from places import ROOT
 from quirk_files import plant
 
 from portattn.config import settings
@@ -107,6 +108,26 @@ def test_a_folder_that_no_backend_is_called_is_refused(portattn, takes_rocm):
     (takes_rocm / "rocm").rename(takes_rocm / "amd")
     called = portattn(*BUMP, "--quirk-folder", str(takes_rocm), exits=2)
     assert "has amd/rocm-0901-takes.toml, but a folder in it must be" in called.err
+
+
+def test_shapes_of_ones_own_are_compared_in_place_of_a_set(portattn, takes_rocm, tmp_path):
+    shapes, kept = ("--shapes", str(ROOT / "examples" / "ci" / "shapes.toml")), str(tmp_path / "b.toml")
+    line = (*BUMP, *BOTH, "--out", str(tmp_path / "out"))
+    called = portattn(*line, *shapes, "--quirk-folder", str(takes_rocm), "--json", exits=1)
+    assert {name for one in called.json["losses"] for name in one["problems"]} == set(called.json["problems"])
+    assert called.json["problems"][0] == "prefill"
+    assert called.json["compared"] == 4
+    portattn(*line, exits=0)
+    both = (str(tmp_path / "out" / "before"), str(tmp_path / "shaped"))
+    portattn(*BUMP, *BOTH, *shapes, "--out", both[1], exits=0)
+    portattn("matrix", "merge", both[0], f"{both[1]}/before", "--out", str(tmp_path / "all"), exits=0)
+    portattn("matrix", "baseline", str(tmp_path / "all"), kept, exits=0)
+    again = ("ci", "--to", "triton==3.9.0", "--baseline", kept)
+    assert portattn(*again, "--quick", "--json", exits=0).json["compared"] == 2 * len(quick())
+    assert portattn(*again, *shapes, "--json", exits=0).json["compared"] == 4
+    portattn("matrix", "baseline", f"{both[1]}/before", kept, exits=0)
+    assert "is of a file, and needs it: --shapes FILE" in portattn(*again, exits=2).err
+    assert "--shapes is" not in portattn(*again, *shapes, "--full", exits=2).err
 
 
 def test_a_bump_that_changes_nothing_is_green_and_short(portattn, tmp_path):

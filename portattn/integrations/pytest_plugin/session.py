@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
@@ -23,7 +23,7 @@ from portattn.tools.compare.verdict import FAIL_ON, STATUSES, ExpectedFailure, R
 from portattn.tools.matrix import provenance, select
 from portattn.tools.matrix.cells import Cell, Snapshot, entry, snapshot, word
 from portattn.tools.matrix.cells import Run as MatrixRun
-from portattn.tools.matrix.problems import SetName
+from portattn.tools.matrix.problems import SETS, SetName
 from portattn.tools.matrix.run import Checkers, Options, Workers, make_cell
 from portattn.tools.matrix.select import CellSpec
 from portattn.tools.param_types import LONGEST
@@ -37,7 +37,7 @@ NAMES = {
     "--baseline": OPTIONS["portattn_baseline"],
     "--fail-on": OPTIONS["portattn_fail_on"],
 }
-NAMES_OF_SETS: tuple[SetName, ...] = get_args(SetName)
+NAMES_OF_SETS: tuple[SetName, ...] = tuple(SETS)
 OF_CASES = ("portattn_baseline", "portattn_expected")  # options that say something about conformance cases alone
 
 

@@ -26,7 +26,7 @@ from portattn.tools.compare.changes import Diff, compare, part_of
 from portattn.tools.display_text import NAMED
 from portattn.tools.matrix import provenance, results, select
 from portattn.tools.matrix.cells import RED, Cell, Run, Snapshot, SnapshotCell, columns
-from portattn.tools.matrix.problems import SETS, NamedProblem, SetName
+from portattn.tools.matrix.problems import SETS, SHAPES, NamedProblem, SetName
 from portattn.tools.matrix.run import Options, execute, planned_cell
 from portattn.tools.matrix.select import CellSpec
 
@@ -120,6 +120,7 @@ def request_predicates(
     """Return predicates of requested targets, and of cells of requested problems in an earlier run of `sets`."""
     known = {name: {named.name for named in made()} for name, made in SETS.items() if name in sets.split(", ")}
     others = set().union(*known.values()) - known.get(which, set())
+    files = which in known and SHAPES in sets.split(", ")  # its problems are in no set
 
     def target(name: str) -> bool:
         parts = (name, *name.split(":"))
@@ -129,7 +130,7 @@ def request_predicates(
         if (entry.op == KERNELS) != (which == KERNELS):
             return False
         named = not ops or any(select.wanted_name(entry.op, entry.name, glob) for glob in ops)
-        return named and entry.name not in others
+        return named and entry.name not in others and (not files or entry.name in known[which])
 
     return target, problem
 
@@ -201,12 +202,12 @@ class CiRequest(NamedTuple):
 def read_request(
     before: str | None, after: str | None, targets: Sequence[str] = (), problems: Sequence[str] = (), *,
     which: SetName | None = None, baseline: Path | None = None, quirks: Path | None = None,
-    kernels: Path | None = None,
+    file: Path | None = None,
 ) -> CiRequest:  # fmt: skip
     """Read the request of `portattn ci`. Raises ArgumentError or DataError on bad input.
 
     A missing option is the baseline's; without one, the installed compiler's or the quick set's. `quirks`: a folder
-    with the user's own quirk files, which hold on the new side"""
+    with the user's own quirk files, which hold on the new side. `file`: of kernels or shapes"""
     kept = results.whole(baseline, CI, "--baseline") if baseline else None
     there = list(dict.fromkeys(entry.toolchain for entry in kept.entries)) if kept else []
     new = _new(before, after, there)
@@ -219,7 +220,7 @@ def read_request(
     added = with_quirks(CI, registry, quirks) if quirks else registry
     ops = select.commas(problems)
     with _as_ci():
-        named = select.subjects(chosen, ops, kernels)
+        named = select.subjects(chosen, ops, file)
         if kept is not None and not problems:
             named = [one for one in named if one.name in kept.problems]
         globs = select.globs(targets)
@@ -304,7 +305,8 @@ def _which(which: SetName | None, kept: Snapshot | None, path: Path | None) -> S
 
 
 def _lacks_file(path: Path | None) -> SetName:
-    raise ArgumentError(CI, "--baseline", str(path), "is of kernels, and needs their file: --kernels FILE --compile")
+    limit = "is of a file, and needs it: --shapes FILE, or --kernels FILE --compile"
+    raise ArgumentError(CI, "--baseline", str(path), limit)
 
 
 def _targets(

@@ -20,9 +20,10 @@ from portattn.schema import toml_reader
 from portattn.schema.target import Target
 from portattn.testing.executor import executors
 from portattn.testing.findings import Numerics, broken_gates, figure
-from portattn.testing.kernel_cases import KERNELS, Subject
+from portattn.testing.kernel_cases import Subject
 from portattn.tools import lab
 from portattn.tools.matrix.cells import Cell, Run, cell_id, entry, has_chip, said_label
+from portattn.tools.matrix.problems import SETS
 
 SHORT = 60  # characters of an unknown reason
 _PREFIX = "not compiled here: "
@@ -115,9 +116,9 @@ def _interrupted(run: Run) -> Empty:
 
 
 def _set_of(run: Run) -> tuple[str, ...]:
-    if run.problems == KERNELS:
-        words = shlex.split(run.command)
-        return ("--kernels", words[words.index("--kernels") + 1] if "--kernels" in words[:-1] else "FILE")
+    if run.problems not in SETS and ", " not in run.problems:
+        words, option = shlex.split(run.command), f"--{run.problems}"
+        return (option, words[words.index(option) + 1] if option in words[:-1] else "FILE")
     return ("--full",) if "full" in run.problems.split(", ") else ()
 
 

@@ -5,15 +5,22 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
+from portattn.errors import ArgumentError, DataError
+from portattn.schema import toml_reader
 from portattn.schema.ops import COMMON, FEATURES, ROWS
 from portattn.schema.problem import Problem
-from portattn.schema.problem_limits import DTYPES, formats_of
+from portattn.schema.problem_limits import DTYPES, OPS, formats_of
+from portattn.tools import run_log
+from portattn.tools.problem_options import problem_of_table
 
-SetName = Literal["quick", "full", "kernels"]  # kernels: of a file (testing/kernel_cases.py), no set of problems
+# Of a file: kernels (testing/kernel_cases.py) and shapes, problems of the user's own.
+SetName = Literal["quick", "full", "kernels", "shapes"]
+SHAPES: SetName = "shapes"
 HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256)  # of published models, and two that are no power of two
 COMMON_DIMS = (64, 128, 256)
 PAGE_SIZES = (1, 16, 48, 64, 128, 256)  # of serving engines, and one that is no power of two
@@ -337,4 +344,27 @@ def _new_rows(op: str, make: Callable[..., NamedProblem]) -> Iterator[NamedProbl
     yield make(dtype="bf16", head_dim=192, head_dim_v=128)
 
 
-SETS = {"quick": quick, "full": full}
+SETS: dict[SetName, Callable[[], list[NamedProblem]]] = {"quick": quick, "full": full}
+
+
+def read_shapes(path: Path) -> list[NamedProblem]:
+    """Read a file of [[problem]] tables, whose keys are options of `portattn plan`. Raises DataError with the line."""
+    data, text = run_log.read_toml(path)
+    found: dict[str, NamedProblem] = {}
+    tables = data.pop("problem", [])
+    if data or not isinstance(tables, list) or not tables or not all(isinstance(one, dict) for one in tables):
+        raise DataError(path, None, "must have [[problem]] tables and nothing else")
+    for number, table in enumerate(tables):
+        op, name = (table.pop(key, "") for key in ("op", "name"))
+        try:
+            if op not in OPS:
+                raise ArgumentError("problem", "op", op, f"must be one of {', '.join(OPS)}")
+            problem = problem_of_table(op, table)
+            name = name or str(problem)
+            if not isinstance(name, str) or not name.isprintable() or name in found:
+                raise ArgumentError(op, "name", name, "must be printable, and no other problem's name")
+        except ArgumentError as error:
+            key = error.argument.split()[0].removesuffix("'s").strip("-").replace("-", "_")
+            raise DataError(path, toml_reader.line_of(text, "problem", str(number), key), str(error)) from None
+        found[name] = NamedProblem(name, problem)
+    return list(found.values())

@@ -29,7 +29,7 @@ from portattn.testing import kernel_cases
 from portattn.testing.kernel_cases import KernelCase, NamedKernel
 from portattn.tools import lab
 from portattn.tools.matrix.cells import cell_id
-from portattn.tools.matrix.problems import SETS, NamedProblem, SetName
+from portattn.tools.matrix.problems import SETS, NamedProblem, SetName, read_shapes
 from portattn.worker import own_kernels
 from portattn.worker.client import outside
 
@@ -47,11 +47,15 @@ class CellSpec(msgspec.Struct, frozen=True, kw_only=True):
     target: Target
 
 
-def subjects(which: SetName, ops: Sequence[str], kernels: Path | None) -> Sequence[NamedProblem | NamedKernel]:
-    """Return a file's kernels, or the problems of a set, whose op or name matches a glob.
+def subjects(which: SetName, ops: Sequence[str], file: Path | None) -> Sequence[NamedProblem | NamedKernel]:
+    """Return a file's kernels or problems, or the problems of a set, whose op or name matches a glob.
 
     Raises ArgumentError if a glob matches none, and DataError on the file."""
-    return problems(which, ops) if kernels is None else _wanted(kernel_cases.read(kernels), ops, which)
+    if file is None:
+        return problems(which, ops)
+    if which == kernel_cases.KERNELS:
+        return _wanted(kernel_cases.read(file), ops, which)
+    return _wanted(read_shapes(file), ops, which)
 
 
 def problems(which: SetName, ops: Sequence[str]) -> list[NamedProblem]:

@@ -3,15 +3,16 @@
 import sys
 
 import pytest
+from places import ROOT
 
-from portattn.errors import ArgumentError
+from portattn.errors import ArgumentError, DataError
 from portattn.planning.registry import Registry
 from portattn.schema.ops import ROWS
 from portattn.schema.problem_limits import OPS
 from portattn.schema.toolchain import Toolchain, installed_toolchain
 from portattn.tools import lab
 from portattn.tools.matrix import select
-from portattn.tools.matrix.problems import SETS, full, quick
+from portattn.tools.matrix.problems import SETS, full, quick, read_shapes
 
 ASCEND = Toolchain.parse("triton-ascend==3.1.0")
 
@@ -142,3 +143,33 @@ def test_a_python_without_triton_ascend_is_refused():
 def test_problems_are_chosen_by_op_or_by_name():
     assert {n.problem.op for n in select.problems("quick", ["decode_*"])} == {"decode_attention"}
     assert all("fp32" in n.name for n in select.problems("quick", ["*fp32*"]))
+
+
+SHAPES = ROOT / "examples" / "ci" / "shapes.toml"
+
+
+@pytest.mark.parametrize(("old", "new", "line", "said"), [
+    ("causal", "causals", 10, "causals is True, but is unknown: keys are op, name, q, kv, "),
+    ("causal = true", 'causal = "left"', 10, "--causal is 'left', but must be one of bottom_right, top_left, none"),
+    ("[1, 32, 4096, 128]", "[1, 32, 4096]", 7, "--q is '1,32,4096', but must be four whole numbers B,H,S,D"),
+    ("[1, 8, 4096, 128]", "[1, 7, 4096, 128]", 4, "heads_q is 32, but must be a multiple of the 7 key/value heads"),
+    ('"attention"', '"attend"', 6, "op is 'attend', but must be one of attention, "),
+    ("page_size = 16", "", 12, "--page-size must be given for paged_attention"),
+    ("page_size = 16", 'page_size = "x"', 17, "page_size is 'x', but Invalid value for '--page-size'"),
+    ("[[problem]]\nname", "[[shape]]\nname", None, r"must have \[\[problem\]\] tables and nothing else"),
+    ('"paged_attention"\nq', '"paged_attention"\nname = "prefill"\nq', 14, "name is 'prefill', but must be printable"),
+])  # fmt: skip
+def test_a_file_of_shapes_is_refused_with_line_and_key(tmp_path, old, new, line, said):
+    text = SHAPES.read_text(encoding="utf-8")
+    assert text.count(old) == 1
+    (tmp_path / "shapes.toml").write_text(text.replace(old, new), encoding="utf-8")
+    with pytest.raises(DataError, match=said) as refused:
+        read_shapes(tmp_path / "shapes.toml")
+    assert refused.value.line == line
+
+
+def test_shapes_are_problems_as_plan_makes_them():
+    prefill, decode = read_shapes(SHAPES)
+    p = prefill.problem
+    assert (prefill.name, p.causal, p.heads_q, p.heads_k, p.seq_k) == ("prefill", "bottom_right", 32, 8, 4096)
+    assert (decode.name, decode.problem.seqlens_k, decode.problem.pages_in_line) == (str(decode.problem), True, True)
