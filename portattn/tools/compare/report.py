@@ -3,12 +3,14 @@
 import datetime
 import html
 import re
+import shlex
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
 from portattn.errors import DataError
+from portattn.testing.kernel_cases import KERNELS
 from portattn.tools.compare import verdict
 from portattn.tools.compare.changes import LOST, Cause, Change, Diff, Place
 from portattn.tools.compare.registry_changes import Upgrade
@@ -65,6 +67,8 @@ def _todo(
     kinds: Sequence[str], what: str, cause: Cause | None, targets: Sequence[str], asked: CiRequest, after: SideRun
 ) -> str:
     new = asked.new
+    file = f" --{asked.which} {shlex.quote(str(asked.file))}" if asked.file else ""
+    shows = f"`portattn matrix run{file} --targets {','.join(targets[:1])} --toolchain {new}` shows the cells"
     on = f"--target {targets[0]} --toolchain {new}" if targets else f"--toolchain {new}"
     if cause is not None and cause.kind == "conflict":
         return _about_conflict(cause, asked, after)
@@ -85,13 +89,15 @@ def _todo(
         return f"`portattn tune --set all {on}` on the chip: this concerns speed alone"
     if set(kinds) & {"core", "variant"}:
         return f"`portattn quirks why {' '.join(targets[:1])} --toolchain {new}` says more"
+    if asked.which == KERNELS and set(kinds) & {"speed", "level", "red", "facts"} and " at " not in what:
+        return f"{shows}; other `options`, or a quirk of your own (`--quirk-folder DIR`), may cure it"
     if "speed" in kinds:
         return f"`portattn plan OP --bound {on}` says what its loop costs; report it to the compiler's project"
     if "spilled" in what or "spills" in what:
         return f"`portattn tune --set all {on} --compile-only` looks for tiles that fit"
     if set(kinds) & {"level", "red"}:
         return "`portattn quirks new --from-log FILE` drafts a quirk from the compiler's output"
-    return f"`portattn matrix run --targets {','.join(targets[:1])} --toolchain {new}` shows the cells"
+    return shows
 
 
 def _about_conflict(cause: Cause, asked: CiRequest, after: SideRun) -> str:

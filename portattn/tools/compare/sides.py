@@ -187,6 +187,7 @@ class CiRequest(NamedTuple):
     # globs of the options; empty: all
     globs: tuple[str, ...] = ()
     ops: tuple[str, ...] = ()
+    file: Path | None = None  # of kernels or shapes
 
     @property
     def targets(self) -> list[str]:
@@ -231,7 +232,7 @@ def read_request(
     sides = ((registry.target(name, old), added.target(name, new)) for name in names)
     pairs = tuple(Pair(Side(was, registry), Side(now, added)) for was, now in sides)
     own = tuple(name for name in added.quirks if name not in registry.quirks)
-    what = CiRequest(old, new, pairs, tuple(named), chosen, kept, own, tuple(globs), tuple(ops))
+    what = CiRequest(old, new, pairs, tuple(named), chosen, kept, own, tuple(globs), tuple(ops), file)
     if kept is not None:
         must_compare(CI, "--baseline", kept, what.counts())
     return what

@@ -4,6 +4,7 @@ and what GitHub's runners read."""
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -11,12 +12,13 @@ from handmade import make_cell, make_run
 
 from portattn.errors import DataError
 from portattn.planning.registry import Registry
+from portattn.schema.toolchain import Toolchain
 from portattn.testing.findings import Numerics
 from portattn.tools.compare import changes
 from portattn.tools.compare import report as ci_report
 from portattn.tools.compare.changes import Change, Diff
 from portattn.tools.compare.registry_changes import compare
-from portattn.tools.compare.report import CiReport, Loss, _lost, alike
+from portattn.tools.compare.report import CiReport, Loss, _lost, alike, together
 from portattn.tools.compare.sides import CiRequest, Pair, Side, as_planned
 from portattn.tools.compare.verdict import RunFinding
 from portattn.tools.matrix.cells import snapshot
@@ -197,6 +199,22 @@ def test_of_a_baseline_the_cells_of_the_compiler_that_is_left_count():
     kept = seen(make_cell(), make_cell(toolchain="triton==3.5.1"))
     what = CiRequest(pair.old.target.toolchain, pair.new.target.toolchain, (pair,), tuple(quick()), "quick", kept)
     assert [entry.toolchain for entry in filter(what.counts(), kept.entries)] == ["triton==3.6.0"]
+
+
+@pytest.mark.parametrize(("kind", "text", "which", "todo"), [
+    ("speed", "f instructions_a_megaflop 40 → 90", "quick", "`portattn plan OP --bound --target rocm:gfx942 "),
+    ("speed", "f instructions_a_megaflop 40 → 90", "kernels", "`portattn matrix run --kernels 'my file.toml' --targets "
+     "rocm:gfx942 --toolchain triton==3.9.0` shows the cells; other `options`, or "),
+    ("level", "emulated → FAIL: f: 8 bytes spilled, 0 allowed", "quick", "`portattn tune --set all --target "),
+    ("level", "emulated → FAIL: f: 8 bytes spilled, 0 allowed", "kernels", "`portattn matrix run --kernels 'my "),
+    ("level", "emulated → ERROR: f: E at parse: no", "kernels", "`portattn quirks new --from-log FILE` drafts"),
+    ("won", "x", "shapes", "`portattn matrix run --shapes 'my file.toml' --targets rocm:gfx942 "),
+])  # fmt: skip
+def test_what_to_do_is_a_command_that_knows_the_cell(kind, text, which, todo):
+    new, file = Toolchain.parse("triton==3.9.0"), None if which == "quick" else Path("my file.toml")
+    finding = RunFinding(kind=kind, text=text, target="rocm:gfx942", toolchain=str(new), name="a")
+    (found,) = together([finding], (), CiRequest(new, new, (), (), which, file=file), None)
+    assert found.todo.startswith(todo)
 
 
 @pytest.mark.parametrize(
