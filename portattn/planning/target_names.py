@@ -246,6 +246,13 @@ def _names(arches: Arches) -> Iterator[tuple[str, str, str]]:
                             yield name, backend, arch
 
 
+def matches(name: str, arch: Arch, glob: str) -> bool:
+    """Return whether a glob means a target: by full name (`rocm:*`), backend, arch (`gfx9*`) or family."""
+    backend = name.partition(":")[0]
+    whole = any(fnmatch.fnmatchcase(part, glob) for part in (name, backend))
+    return whole or arch.matches(glob.removeprefix(f"{backend}:"))
+
+
 def _split(text: str) -> list[str]:
     return [word for word in _BETWEEN.split(text.lower()) if word]
 

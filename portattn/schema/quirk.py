@@ -225,6 +225,9 @@ class Quirk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             and conditions.all_hold(features, problem.features())
         )
 
+    def explains(self, text: str) -> bool:
+        return bool(self.evidence.signature and re.search(self.evidence.signature, text))
+
     def names_foreign(self, function: str, target: Target, options: Mapping[str, Any]) -> bool:
         """Return whether every condition holds for a kernel outside portattn, which has compiler options alone.
 

@@ -72,6 +72,8 @@ def line_of(text: str, *keys: str) -> int | None:
             if header.group(1) == "[[":
                 elements[table] = elements.get(table, -1) + 1
                 table = f"{table}.{elements[table]}"
+            elif (first := table.partition("."))[0] in elements:  # a table inside an array's last element
+                table = f"{first[0]}.{elements[first[0]]}.{first[2]}"
             name = table
         else:
             continue

@@ -26,7 +26,7 @@ from portattn.schema.target import Target, UnitRates
 from portattn.schema.tensors import KV_STORED, TORCH_DTYPE
 from portattn.testing.findings import programs_a_core
 from portattn.worker.client import Worker
-from portattn.worker.machine_code import KeyLoop, WarpInstruction, key_loops, pass_through
+from portattn.worker.machine_code import KeyLoop, WarpInstruction, key_loops, parse, pass_through
 
 WHOLE = 0.75  # of a step's operations: a loop with fewer has a part of the products, and another loop the rest
 TERMS = {"tf32x3": 3, "bf16x6": 6}  # products for one, by dot_precision
@@ -150,6 +150,20 @@ def _room(facts: Mapping[str, Any], target: Target, rates: UnitRates) -> int:
     if "occupancy" in facts:
         return max(int(facts["occupancy"]) * rates.simds // int(facts["num_warps"]), 1)
     return max(programs_a_core(dict(facts), target.arch) or 1, 1)
+
+
+def executed_cycles(executed: Mapping[str, int], target: Target) -> int:
+    """Return the cycles of SIMDs for instructions that waves ran, without latencies or overlap; 0 without rates."""
+    rates = target.arch.rates
+    if rates is None:
+        return 0
+    cycles = {
+        one.name: _product(one, rates)
+        if one.kind in rates.products
+        else rates.cycles.get(one.unit, rates.cycles["issue"])
+        for one in parse("\n".join(f"\t{name}" for name in sorted(executed, key="s_endpgm".__eq__)))[0]
+    }
+    return round(sum(count * cycles.get(name, 0) for name, count in executed.items()))
 
 
 def lower_bound(problem: Problem, launch: Launch, of: Costs, target: Target) -> LowerBound:

@@ -307,7 +307,8 @@ def execute_code(request: dict[str, Any]) -> dict[str, Any]:
     """Execute a probe's code on this machine's CPU: the other half of Bench.execute. Child process only.
 
     The compiling child has the toolchain, this one the packages that execute its code. A backend's `code_task` changes
-    the argument tensors in place, and answers {"strays": […]} or {"missing": "…"}. A request, and the answers:
+    the argument tensors in place, and answers {"strays": […]} or {"missing": "…"}; a model adds `executed`, the number
+    of times that waves ran each instruction. A request, and the answers:
 
         {"target": "rocm:gfx942", "grid": [1], "outputs": ["out"],
          "arguments": {"out": {"type": "fp32", "values": […]}, "n": 3}, "types": {"out": "*fp32", "n": "i32"},

@@ -64,6 +64,7 @@ class Numerics(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     lse_error: float | None = None
     lse_budget: float | None = None
     microseconds: float | None = None  # a call's device time, if it was timed
+    cycles: int | None = None  # of another package's kernel in a model of the chip (testing/bound.py)
     reason: str = ""
 
 
@@ -121,6 +122,7 @@ def figure(numerics: Numerics) -> str:
         parts.append(f"LSE {numerics.lse_error:.2e} of {numerics.lse_budget:.2e}")
     if numerics.microseconds is not None:
         parts.append(f"{numerics.microseconds:.1f} µs")
+    parts += [f"{numerics.cycles} cycles"] if numerics.cycles else []
     return ("" if numerics.outcome == "pass" else "FAIL: ") + ", ".join(parts)
 
 

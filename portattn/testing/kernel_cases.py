@@ -21,11 +21,13 @@ import torch
 
 from portattn.errors import DataError
 from portattn.launch.run import mend_bf16
+from portattn.planning import target_names
 from portattn.planning.registry import Registry
 from portattn.schema import toml_reader
 from portattn.schema.problem import Problem
 from portattn.schema.quirk import Quirk
-from portattn.schema.target import Target
+from portattn.schema.target import Arch, Target
+from portattn.testing.bound import executed_cycles
 from portattn.testing.executor import run_code
 from portattn.testing.findings import Facts, Gate, KernelFacts, Numerics, gate_of, resource_gates
 from portattn.worker import own_kernels
@@ -46,12 +48,27 @@ NONE = "none"  # the type of an argument that is passed None
 TOLERANCES = {
     "fp8e5": 0.5, "fp8e4nv": 0.25, "fp8e4b8": 0.25, "bf16": 2**-6, "fp16": 2**-9, "fp32": 2**-9, "fp64": 2**-9,
 }  # fmt: skip
+# What an entry may bound -> the fact, and the figure's name; None for the chip's name of its memory
+BOUNDS = {"spills": ("spills", "bytes spilled"), "registers": ("registers", "registers"),
+          "shared_memory": ("scratchpad_bytes", None)}  # fmt: skip
 MOST_PROGRAMS = (2**31 - 1, 65535, 65535)  # along the axes of a grid
 STEPS = 200_000_000  # of a model of a chip, instructions of a wave; the time limit is shorter
 Number = bool | int | float
 
 
-class KernelCase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class TargetChanges(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Keys of an entry that `on` may change for some targets; constants and options are added to the entry's own."""
+
+    grid: tuple[int, ...] = ()
+    constants: dict[str, Number | str | list[Any]] = {}  # tl.constexpr; "tl.bfloat16" is Triton's type
+    options: dict[str, Number | str] = {}  # of the compiler
+    # The most bytes that may spill, registers of a thread, and bytes of shared memory (LDS); None: any number.
+    spills: int | None = None
+    registers: int | None = None
+    shared_memory: int | None = None
+
+
+class KernelCase(TargetChanges, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """One kernel with the arguments of one launch."""
 
     function: str  # package.module:function
@@ -66,11 +83,9 @@ class KernelCase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     values: dict[str, Number | list[Any]] = {}  # scalars, and tensors' elements: nested lists, or one number for all
     ranges: dict[str, tuple[float, float]] = {}  # of tensors' random elements; normal ones without
     unaligned: tuple[str, ...] = ()  # pointers that are no multiples of 16 bytes
-    constants: dict[str, Number | str | list[Any]] = {}  # tl.constexpr; "tl.bfloat16" is Triton's type
-    options: dict[str, Number | str] = {}  # of the compiler
     reference: str = ""  # module:function of arguments by name that returns outputs by name
     tolerance: float | None = None  # of the largest value
-    spills: int | None = None  # the most bytes that may spill; None: any number
+    on: dict[str, TargetChanges] = {}  # glob of targets -> changes there
     source: str = ""  # digest of the source of the function and of all that it calls; not in a file
 
     @property
@@ -93,6 +108,20 @@ class KernelCase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             found.append(len(value))
             value = value[0] if value else 0
         return tuple(found)
+
+    def on_target(self, name: str, arch: Arch) -> KernelCase:
+        """Return the case with the changes of all globs that match a target."""
+        found = msgspec.structs.replace(self, on={})
+        for glob, changes in self.on.items():
+            if target_names.matches(name, arch, glob):
+                found = found.changed(changes)
+        return found
+
+    def changed(self, changes: TargetChanges) -> KernelCase:
+        given: dict[str, Any] = {name: getattr(changes, name) for name in TargetChanges.__struct_fields__}
+        more = {name: getattr(self, name) | given.pop(name) for name in ("constants", "options")}
+        kept = {name: value for name, value in given.items() if value not in (None, ())}
+        return msgspec.structs.replace(self, **more, **kept)
 
     def budget(self) -> float:
         kinds = (self.types[name][1:] for name in self.pointers)
@@ -126,6 +155,7 @@ def read(path: Path, seconds: float = 120.0) -> list[NamedKernel]:
         raise DataError(path, None, f"cannot be read: {error.strerror}") from None
     file = toml_reader.convert(data, _KernelFile, path, text)
     found: dict[str, NamedKernel] = {}
+    places = [(f"{owner}:{name}", arch) for owner, own in Registry.load().arches.items() for name, arch in own.items()]
     with Worker() as worker:
         for number, entry in enumerate(file.kernel):
             package = entry.package or ("" if entry.folder else file.package)
@@ -135,7 +165,11 @@ def read(path: Path, seconds: float = 120.0) -> list[NamedKernel]:
             def refuse(key: str, limit: str, at: tuple[str, ...] = ("kernel", str(number))) -> DataError:
                 return DataError(path, toml_reader.line_of(text, *at, *key.split(".")), f"key {key!r}: {limit}")
 
-            for key, limit in _wrong(case):
+            for glob in case.on:
+                if not any(target_names.matches(*place, glob) for place in places):
+                    raise refuse(f"on.{glob}", "must match a target, a backend, an arch or a family")
+            forms = {"": case} | {f"on.{glob}.": case.changed(changes) for glob, changes in case.on.items()}
+            for key, limit in ((at + key, limit) for at, one in forms.items() for key, limit in _wrong(one)):
                 raise refuse(key, limit)
             root = root_of_case(case, path.parent)
             if root is None:
@@ -147,7 +181,7 @@ def read(path: Path, seconds: float = 120.0) -> list[NamedKernel]:
             )
             if reply.outcome != "ok":
                 raise refuse("function", f"{case.function!r} is no kernel in {root}: {reply.kind}: {reply.message}")
-            for key, limit in _unlike(case, reply):
+            for key, limit in ((at + key, limit) for at, one in forms.items() for key, limit in _unlike(one, reply)):
                 raise refuse(key, limit)
             shown = " ".join(f"{name}={value}" for name, value in case.constants.items())
             name = case.name or f"{case.kernel} {shown}".strip()
@@ -182,8 +216,7 @@ def _wrong(case: KernelCase) -> Iterator[tuple[str, str]]:
         yield "grid", f"{list(case.grid)} must be one to three numbers of at least 1 and at most {MOST_PROGRAMS}"
     if not case.name.isprintable():
         yield "name", f"{case.name!r} must be printable characters in one line"
-    if case.spills is not None and case.spills < 0:
-        yield "spills", f"{case.spills} must be at least 0"
+    yield from ((key, f"{getattr(case, key)} must be at least 0") for key in BOUNDS if (getattr(case, key) or 0) < 0)
     if case.tolerance is not None and not 0 < case.tolerance < math.inf:
         yield "tolerance", f"{case.tolerance} must be a number above 0"
     for name, kind in case.types.items():
@@ -271,9 +304,9 @@ def _unlike(case: KernelCase, reply: Reply) -> Iterator[tuple[str, str]]:
 # A kernel in the matrix: quirks, a compile, figures, numbers.
 
 
-def quirks_of(named: NamedKernel, target: Target, registry: Registry) -> list[Quirk]:
-    options = {"num_warps": 4} | named.problem.options
-    return [quirk for quirk in registry.quirks.values() if quirk.names_foreign(named.problem.kernel, target, options)]
+def quirks_of(case: KernelCase, target: Target, registry: Registry) -> list[Quirk]:
+    options = {"num_warps": 4} | case.on_target(target.name, target.arch).options
+    return [quirk for quirk in registry.quirks.values() if quirk.names_foreign(case.kernel, target, options)]
 
 
 def compile_case(named: NamedKernel, target: Target, worker: Worker, seconds: float, quirks: Sequence[Quirk]) -> Reply:
@@ -294,21 +327,15 @@ def compile_case(named: NamedKernel, target: Target, worker: Worker, seconds: fl
 TEXTS = ("ptx", "amdgcn", "linalg", "scratch", "arguments")  # of a reply: what code and its figures are apart
 
 
-def figures(reply: Reply) -> Facts:
-    return {name: value for name, value in reply.facts.items() if name not in TEXTS}
-
-
 def gates(case: KernelCase, kernel: KernelFacts, target: Target) -> tuple[Gate, ...]:
-    """Return the gates of the chip's limits, and of spills where the file has one."""
+    """Return the gates of the chip's limits, and of the file's bounds where the compiler tells the figure."""
     found = [one for one in resource_gates(kernel, target.arch, 0, "") if one.name != "bytes spilled"]
-    if case.spills is not None and "spills" in kernel.facts:
-        used = int(kernel.facts["spills"])
-        found.append(gate_of("bytes spilled", kernel, used, f"{case.spills} allowed", used <= case.spills))
+    for key, (fact, name) in BOUNDS.items():
+        most = getattr(case, key)
+        if most is not None and fact in kernel.facts:
+            used, name = int(kernel.facts[fact]), name or f"bytes of {target.arch.scratchpad_kind}"
+            found.append(gate_of(name, kernel, used, f"{most} allowed by the file", used <= most))
     return tuple(found)
-
-
-def explains(quirk: Quirk, text: str) -> bool:
-    return bool(quirk.evidence.signature and re.search(quirk.evidence.signature, text))
 
 
 def numbers_of(
@@ -342,7 +369,10 @@ def numbers_of(
     if error > budget:
         reasons.append(f"{seen['output']}'s error {error:.3g} is over its budget {budget:.3g}")
     outcome: Any = "fail" if reasons else "pass"
-    return Numerics(outcome=outcome, where=where, error=error, budget=budget, reason="; ".join(reasons))
+    cycles = int(seen.get("cycles", 0)) or None
+    return Numerics(
+        outcome=outcome, where=where, error=error, budget=budget, cycles=cycles, reason="; ".join(reasons)
+    )  # fmt: skip
 
 
 # In the child, which has the interpreter.
@@ -443,7 +473,8 @@ def check(request: Mapping[str, Any], enter: Callable[[str], None]) -> dict[str,
         return {"facts": {"missing": answer["missing"]}}
     if answer["strays"]:
         return {"facts": {"strays": "; ".join(answer["strays"])}}
-    return {"facts": compare(case, right, given)}
+    cycles = executed_cycles(answer.get("executed", {}), Registry.load().target(request["target"]))
+    return {"facts": compare(case, right, given) | {"cycles": cycles}}
 
 
 def compare(case: KernelCase, right: Mapping[str, Any], given: Mapping[str, Any]) -> Facts:

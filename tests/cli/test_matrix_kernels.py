@@ -105,8 +105,21 @@ def test_the_example_is_right_for_amd_and_the_interpreter_by_its_reference(porta
     assert (cell.status, cell.level) == ("PASS", "emulated")
     assert 0 < cell.interpreter.error <= cell.interpreter.budget, "its reference is float64"
     assert [gate.name for gate in cell.gates] == ["bytes of LDS", "registers", "bytes spilled"]
+    assert cell.emulated.cycles > 500, "of four programs of two waves"
     again = run(portattn, tmp_path, str(EXAMPLE), "--resume")
     assert next(iter(again.values())).date == cell.date
+
+
+def test_bounds_of_a_file_and_changes_for_a_target_are_held_there_alone(portattn, tmp_path) -> None:
+    text = EXAMPLE.read_text(encoding="utf-8").replace('folder = "."', f'folder = "{EXAMPLE.parent}"')
+    bounds = "shared_memory = 65536\n[kernel.on.gfx942]\noptions = { num_warps = 1 }\n[kernel.on.cuda]\nregisters = 8\n"
+    (tmp_path / "kernels.toml").write_text(text + bounds, encoding="utf-8")
+    run(portattn, tmp_path, str(tmp_path / "kernels.toml"), targets=f"{AMD},{GPU}", exits=1)
+    amd, gpu = sorted(results.read(tmp_path / "out" / results.NAME)[1], key=lambda cell: cell.target == GPU)
+    assert (amd.status, amd.kernels[0].facts["num_warps"]) == ("PASS", 1)
+    assert [gate.limit for gate in amd.gates][-2:] == ["0 allowed by the file", "65536 allowed by the file"]
+    assert (gpu.status, gpu.kernels[0].facts["num_warps"]) == ("FAIL", 2)
+    assert re.fullmatch(r"row_softmax: \d\d registers, 8 allowed by the file", gpu.reason)
 
 
 def test_an_entry_of_ones_own_cures_a_kernel_that_spills(portattn, tmp_path) -> None:

@@ -37,6 +37,13 @@ def test_the_key_loop_of_amdgcn_and_what_a_branch_may_skip():
     assert [instructions_a_megaflop(text) for text in texts] == counted
 
 
+def test_cycles_of_instructions_that_waves_ran_are_summed_by_unit():
+    ran = {"s_endpgm": 4, "v_exp_f32_e32": 3, "v_mfma_f32_32x32x8_f16": 2, "v_add_f32": 5, "ds_read_b128": 7}
+    # A SIMD has a quarter of the CU's 2,048 operations a cycle: 16,384 are 32 cycles. Others issue in 4.
+    assert bound.executed_cycles(ran, GFX942) == 4 * 0 + 3 * 16 + 2 * 32 + 5 * 4 + 7 * 4
+    assert bound.executed_cycles(ran, parse_target("rocm:gfx1030", "triton==3.6.0")) == 0, "no rates"
+
+
 def test_of_two_forms_of_a_tile_one_counts_and_a_guarded_tile_counts():
     product = "\tv_mfma_f32_32x32x8_bf16 a[0:15], v[0:1], v[2:3], 0\n"
     either = f".LA:\n\ts_cbranch_vccnz .LB\n{product}\ts_branch .LC\n.LB:\n{product}.LC:\n\ts_cbranch_scc1 .LA\n"

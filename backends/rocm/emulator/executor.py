@@ -111,11 +111,11 @@ def run_code(request: dict[str, Any], arguments: dict[str, Any]) -> dict[str, An
     try:
         program = Program.parse(request["texts"]["amdgcn"])
         steps = request.get("steps", PROBE_STEPS)
-        program.launch(request["grid"], values, memory, checks=checks, step_limit=steps, **sizes)
+        report = program.launch(request["grid"], values, memory, checks=checks, step_limit=steps, **sizes)
     except Finding as finding:
         names = [name for name, kind in request["types"].items() if kind.startswith("*")]
         told = re.sub(r"\btensor (\d+)\b", lambda found: names[int(found[1])], str(finding))
         return {"strays": [f"{type(finding).__name__}: {told}"]}
     except (UnknownInstruction, UnknownOperand) as error:
         return {"missing": f"the model does not know: {error}"}
-    return {"strays": []}
+    return {"strays": [], "executed": dict(report.coverage)}

@@ -280,6 +280,11 @@ def _told(before: SnapshotCell, after: SnapshotCell) -> Iterator[tuple[Kind, str
         yield "interpreter", f"interpreted numbers: pass → {after.numbers or 'none'}"
     if before.looked and after.looked and before.path == after.path:  # of one path: others have other kernels
         worse, less = _figures(before.worse, after.worse)
+        for name in sorted(before.speed.keys() & after.speed.keys()) if before.tile == after.tile else ():
+            was, now = before.speed[name], after.speed[name]
+            share = 100 * (now - was) / was
+            if name.endswith(" cycles") and abs(share) >= SHARE:
+                (worse if share > 0 else less).append(f"{name} {was} → {now}, {share:+.0f} %")
         if worse:
             yield "facts", "; ".join(worse)
         better += less
@@ -293,7 +298,8 @@ def _told(before: SnapshotCell, after: SnapshotCell) -> Iterator[tuple[Kind, str
 
 
 # Least difference that counts: a few spilled registers come and go, and so does a loop that is nearly all products.
-SLOWER = {"instructions_a_megaflop": 32, "spills": 64, "occupancy": 1}
+SLOWER = {"instructions_a_megaflop": 32, "spills": 64, "occupancy": 1, "cycles": 1}
+SHARE = 5  # per cent of a kernel's cycles in a model, from which on a difference is told
 
 
 def _slower(before: dict[str, int], after: dict[str, int]) -> list[str]:

@@ -177,7 +177,7 @@ def _holds(quirk: Quirk, side: Side, kernels: Sequence[NamedKernel]) -> bool:
     if quirk.id not in side.registry.quirks:
         return False
     if kernels:
-        return any(quirk in quirks_of(one, side.target, side.registry) for one in kernels)
+        return any(quirk in quirks_of(one.problem, side.target, side.registry) for one in kernels)
     variants = side.registry.backends[side.target.backend].variants
     names = (*KERNEL_NAMES, *(variant.name for variant in variants if side.target.arch.name in variant.arches))
     concerned = any(quirk.concerns(name, side.target) for name in names)

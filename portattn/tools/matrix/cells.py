@@ -271,7 +271,7 @@ class SnapshotCell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     why_not: dict[str, str] = {}  # path -> why it is not taken; not kept in a baseline
     worse: dict[str, int] = {}  # "function fact" -> its amount, of facts of which more is worse; zeros are left out
     # "function fact" -> instructions_a_megaflop (of products), spills and occupancy (programs a core) of its compiled
-    # kernels, and a digest of the launch or schedule that they are compared under
+    # kernels, cycles in a model of the chip, and a digest of the launch or schedule that they are compared under
     speed: dict[str, int] = {}
     tile: str = ""
     looked: bool = True  # a compiler was run
@@ -385,6 +385,10 @@ def _speed(cell: Cell) -> dict[str, Any]:
                 name = f"{kernel.function} {fact}"
                 found[name] = (min if fact == "occupancy" else max)(int(value), found.get(name, int(value)))
     plan, case = cell.plan, cell.case
+    if case and arch:
+        case = case.on_target(cell.target, arch)
+    if case and cell.emulated and cell.emulated.cycles:
+        found[f"{case.kernel} cycles"] = cell.emulated.cycles
     tile = [plan.launch, plan.schedule] if plan else [case.constants, case.options] if case else None
     return {"speed": found, "tile": digest(tile)[:8] if tile and found else ""}
 

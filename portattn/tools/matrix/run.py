@@ -198,7 +198,9 @@ def make_cell(spec: CellSpec, options: Options, workers: Workers, checkers: Chec
     begun = time.monotonic()
     registry = options.registry or Registry.load()
     if isinstance(spec.named, NamedKernel):
-        kernel = _KernelMaker(spec.target, options, workers, checkers, registry, spec.named)
+        case = spec.named.problem.on_target(spec.target.name, spec.target.arch)
+        named = msgspec.structs.replace(spec.named, problem=case)
+        kernel = _KernelMaker(spec.target, options, workers, checkers, registry, named)
         return _cell(spec, begun, kernel.look())
     fields, made, core = _planned(spec, registry)
     if made is not None:
@@ -374,14 +376,14 @@ class _KernelMaker(_Means, frozen=True):
     named: NamedKernel
 
     def look(self) -> dict[str, Any]:
-        quirks = kernel_cases.quirks_of(self.named, self.target, self.registry)
+        quirks = kernel_cases.quirks_of(self.named.problem, self.target, self.registry)
         fields = {"level": "declared"} | self.compile([quirk for quirk in quirks if quirk.changes_foreign])
         notes = [footnote(quirk.id, "applied", self.registry, sets=quirk.effect.sets)
                  for quirk in quirks if quirk.changes_foreign]  # fmt: skip
         if fields["status"] in RED:
             said = f"{fields['reason']}\n{fields.get('log', '')}"
             notes += [footnote(quirk.id, "explains", self.registry)
-                      for quirk in quirks if kernel_cases.explains(quirk, said)]  # fmt: skip
+                      for quirk in quirks if quirk.explains(said)]  # fmt: skip
         return fields | {"footnotes": tuple(notes)}
 
     def compile(self, quirks: Sequence[Quirk]) -> dict[str, Any]:
@@ -392,7 +394,8 @@ class _KernelMaker(_Means, frozen=True):
         if reply.outcome != "ok":
             return _failure(reply, case.kernel)
         executor = next((e for e in self.checkers.executors[target.backend].values() if e.code_task), None)
-        kernel = KernelFacts(function=case.kernel, facts=kernel_cases.figures(reply))
+        figures = {name: value for name, value in reply.facts.items() if name not in kernel_cases.TEXTS}
+        kernel = KernelFacts(function=case.kernel, facts=figures)
         if executor is None or not executor.lowers_to:
             fields = findings.gate_fields((kernel,), kernel_cases.gates(case, kernel, target))
         else:

@@ -138,10 +138,7 @@ def stands_alone(name: str, registry: Registry) -> bool:
 
 
 def _matches(registry: Registry, name: str, glob: str) -> bool:
-    """Return whether a glob means a target: by full name (`rocm:*`), backend, arch (`gfx9*`) or family."""
-    backend = name.partition(":")[0]
-    whole = any(fnmatch.fnmatchcase(part, glob) for part in (name, backend))
-    return whole or registry.arch(name).matches(glob.removeprefix(f"{backend}:"))
+    return target_names.matches(name, registry.arch(name), glob)
 
 
 def specs(named: Sequence[NamedProblem | NamedKernel], where: Sequence[Target]) -> list[CellSpec]:

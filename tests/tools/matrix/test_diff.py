@@ -5,6 +5,7 @@ import pytest
 
 from portattn.schema.problem import Problem
 from portattn.testing.findings import KernelFacts, Numerics
+from portattn.testing.kernel_cases import KernelCase, TargetChanges
 from portattn.tools.compare.changes import LOST, compare, part_of
 from portattn.tools.matrix.cells import Footnote, PlanSummary, evidence, problem_digest
 from portattn.tools.matrix.problems import decode, dense
@@ -41,7 +42,25 @@ VARIANT = PlanSummary(path="gluon_forward", core_taken=False, schedule={"x": 1})
 LACKING = Numerics(outcome="not_run", where="interpreter", reason="numpy is too new")
 INSTALLED = "triton==3.6.0 is compiled with by installed → nothing"
 NOTHING = "nothing that is recorded differs: the same code, data and compilers gave another result"
+CASE = KernelCase(function="m:f", outputs=("o",), options={"num_warps": 4})
+
+
+def cycles(number, case=CASE):
+    seen = Numerics(outcome="pass", where="a model", cycles=number)
+    return {"target": "rocm:gfx942", "problem": None, "plan": None, "case": case, "kernels": kernel(), "emulated": seen}
+
+
+ELSEWHERE = msgspec.structs.replace(CASE, on={"sm_90": TargetChanges(options={"num_warps": 8})})
+WIDER = msgspec.structs.replace(CASE, on={"gfx9*": TargetChanges(options={"num_warps": 8})})
 CHANGES = {
+    "some more cycles of another package's kernel are told": (
+        cycles(1000), cycles(1230, ELSEWHERE), {}, {"facts": "f cycles 1000 → 1230, +23 %"},
+        "the problem of this name is another one",
+    ),
+    "twice the cycles are lost": (
+        cycles(1000), cycles(2000), {}, {"facts": "f cycles 1000 → 2000, +100 %", "speed": "f cycles 1000 → 2000"},
+        NOTHING,
+    ),
     "a missing toolchain is a lost level": (
         {"level": "emulated", "kernels": kernel(spills=0)}, {"status": "NOT_RUN", "level": "declared", "kernels": ()},
         {"toolchains": {"triton==3.6.0": ""}}, {"level": "emulated → NOT_RUN"}, INSTALLED,
@@ -84,6 +103,12 @@ def test_a_change_of_a_cell(cell, seen, was, now, made, told, cause):
     change = only(compare(seen([cell(**was)]), seen([cell(**now)], **made)))
     assert (change.told, change.lost) == (told, set(told) != {"facts"})
     assert [str(one) for one in change.causes] == [cause]
+
+
+def test_cycles_within_the_share_and_those_of_other_options_are_not_compared(cell, seen):
+    for now in (cycles(1040), cycles(960), cycles(2000, WIDER)):
+        assert compare(seen([cell(**cycles(1000))]), seen([cell(**now)])).changes == ()
+    assert only(compare(seen([cell(**cycles(1000))]), seen([cell(**cycles(900))]))).kinds == ("won",)
 
 
 def test_the_reason_of_a_variant_that_is_not_taken_is_the_cause(cell, seen):
