@@ -8,7 +8,7 @@ import datetime
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -85,9 +85,18 @@ def command_line(name: str) -> str:
     return shlex.join(["portattn", *sys.argv[1:]]) if ours else f"portattn {name}"
 
 
-def fail_on_option(words: str, kind: click.ParamType = param_types.FAIL_ON) -> Callable[[F], F]:
+def _kinds() -> Iterable[str]:
+    from portattn.tools.compare.verdict import FAIL_ON
+
+    return FAIL_ON
+
+
+KINDS = param_types.CompletionType("words", param_types.words(_kinds), listed=True)
+
+
+def fail_on_option(words: str) -> Callable[[F], F]:
     text = f"Further changes that are red: {words}; repeat it, or use commas."
-    return options(("--fail-on", {"multiple": True, "type": kind, "metavar": "WORDS"}, text))
+    return options(("--fail-on", {"multiple": True, "type": KINDS, "metavar": "WORDS"}, text))
 
 
 # Options of making cells.

@@ -111,12 +111,6 @@ def _toolchains() -> Values:
     return [(name, "installed" if name in here else "") for name in dict.fromkeys((*toolchains(), *here))]
 
 
-def _fail_on() -> Iterable[str]:
-    from portattn.tools.compare.verdict import FAIL_ON
-
-    return FAIL_ON
-
-
 OP = CompletionType("op", words(lambda: OPS), missing=True)
 DTYPE = CompletionType("dtype", words(lambda: DTYPES))
 CAUSAL = CompletionType("causal", words(lambda: ALIGNMENTS))
@@ -129,7 +123,6 @@ OVERRIDES = CompletionType("overrides", _quirks, signs="+-", listed=True)
 SYMPTOM = CompletionType("symptom", words(lambda: get_args(Symptom)))
 KIND = CompletionType("kind", words(lambda: ("workaround", "limit")))
 TOOLCHAIN = CompletionType("toolchain", _toolchains)
-FAIL_ON = CompletionType("words", words(_fail_on), listed=True)
 
 
 class FiniteRange(click.FloatRange):
