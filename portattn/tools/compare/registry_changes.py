@@ -253,14 +253,11 @@ _OF_PATHS = ("path", "kernel", "why")
 
 
 class PlanChange(msgspec.Struct, frozen=True, kw_only=True):
-    """A changed plan. lost: it leaves the core kernel, or there is no plan any more."""
-
     problem: str
     targets: tuple[str, ...]
     before: str
     after: str
     differs: tuple[str, ...]
-    lost: bool
 
 
 def plan_change(named: NamedProblem, pair: Pair, plans: Plans) -> PlanChange | None:
@@ -272,11 +269,8 @@ def plan_change(named: NamedProblem, pair: Pair, plans: Plans) -> PlanChange | N
     )
     if not differs:
         return None
-    cores = {backend.core_path for backend in pair.new.registry.backends.values() if backend.core_path}
-    before, after = str(was["path"]), str(is_["path"])
-    lost = (before in cores and after not in cores) or (after == NO_PLAN != before)
-    where = (pair.new.target.name,)
-    return PlanChange(problem=named.name, targets=where, before=before, after=after, differs=differs, lost=lost)
+    before, after, where = str(was["path"]), str(is_["path"]), (pair.new.target.name,)
+    return PlanChange(problem=named.name, targets=where, before=before, after=after, differs=differs)
 
 
 def together(found: Iterable[PlanChange]) -> Iterator[PlanChange]:
