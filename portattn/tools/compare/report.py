@@ -90,7 +90,9 @@ def _todo(
     if set(kinds) & {"core", "variant"}:
         return f"`portattn quirks why {' '.join(targets[:1])} --toolchain {new}` says more"
     if asked.which == KERNELS and set(kinds) & {"speed", "level", "red", "facts"} and " at " not in what:
-        return f"{shows}; other `options`, or a quirk of your own (`--quirk-folder DIR`), may cure it"
+        return (
+            f"{shows}; other `options` (`on` for a target), or a quirk of your own (`--quirk-folder DIR`), may cure it"
+        )
     if "speed" in kinds:
         return f"`portattn plan OP --bound {on}` says what its loop costs; report it to the compiler's project"
     if "spilled" in what or "spills" in what:

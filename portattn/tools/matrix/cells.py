@@ -389,7 +389,8 @@ def _speed(cell: Cell) -> dict[str, Any]:
         case = case.on_target(cell.target, arch)
     if case and cell.emulated and cell.emulated.cycles:
         found[f"{case.kernel} cycles"] = cell.emulated.cycles
-    tile = [plan.launch, plan.schedule] if plan else [case.constants, case.options] if case else None
+    warps = [kernel.facts.get("num_warps") for kernel in cell.kernels]  # which a quirk may have changed
+    tile = [plan.launch, plan.schedule] if plan else [case.constants, case.options, warps] if case else None
     return {"speed": found, "tile": digest(tile)[:8] if tile and found else ""}
 
 

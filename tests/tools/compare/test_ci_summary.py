@@ -204,7 +204,7 @@ def test_of_a_baseline_the_cells_of_the_compiler_that_is_left_count():
 @pytest.mark.parametrize(("kind", "text", "which", "todo"), [
     ("speed", "f instructions_a_megaflop 40 → 90", "quick", "`portattn plan OP --bound --target rocm:gfx942 "),
     ("speed", "f instructions_a_megaflop 40 → 90", "kernels", "`portattn matrix run --kernels 'my file.toml' --targets "
-     "rocm:gfx942 --toolchain triton==3.9.0` shows the cells; other `options`, or "),
+     "rocm:gfx942 --toolchain triton==3.9.0` shows the cells; other `options` (`on` for a target), or "),
     ("level", "emulated → FAIL: f: 8 bytes spilled, 0 allowed", "quick", "`portattn tune --set all --target "),
     ("level", "emulated → FAIL: f: 8 bytes spilled, 0 allowed", "kernels", "`portattn matrix run --kernels 'my "),
     ("level", "emulated → ERROR: f: E at parse: no", "kernels", "`portattn quirks new --from-log FILE` drafts"),
