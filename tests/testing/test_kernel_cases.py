@@ -66,7 +66,6 @@ def changed(tmp_path):
     ('spills = 0', 'on = { h100 = {} }', 17, "key 'on.h100': must match a target, a backend, an arch or a family"),
     ('spills = 0', 'on.rocm = { grid = [0] }', 17, r"key 'on.rocm.grid': \[0\] must be one to three numbers"),
     ('spills = 0', '[kernel.on.rocm]\nconstants = { B = 1 }', 18, "key 'on.rocm.constants.B': the arguments of row_so"),
-    ('spills = 0', '[kernel.on.rocm]\nvalues = { columns = 1 }', 4, "the table has the unknown key `values`"),
     ('folder = "."', 'folder = "~nobody-here"', 2, "'~nobody-here' is not here: install it, or name another folder"),
     ('"row_softmax:row_softmax"', '"row_softmax.kernel"', 6, "'row_softmax.kernel' must be package.module:function"),
     ('"row_softmax:row_softmax"', '"row_softmax:softmax"', 6, "TypeError: .* is a function, and no @triton.jit"),

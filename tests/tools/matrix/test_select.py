@@ -15,6 +15,7 @@ from portattn.tools.matrix import select
 from portattn.tools.matrix.problems import SETS, full, quick, read_shapes
 
 ASCEND = Toolchain.parse("triton-ascend==3.1.0")
+SHAPES = ROOT / "examples" / "ci" / "shapes.toml"
 
 
 def test_the_full_set_covers_what_it_says():
@@ -143,9 +144,6 @@ def test_a_python_without_triton_ascend_is_refused():
 def test_problems_are_chosen_by_op_or_by_name():
     assert {n.problem.op for n in select.problems("quick", ["decode_*"])} == {"decode_attention"}
     assert all("fp32" in n.name for n in select.problems("quick", ["*fp32*"]))
-
-
-SHAPES = ROOT / "examples" / "ci" / "shapes.toml"
 
 
 @pytest.mark.parametrize(("old", "new", "line", "said"), [
