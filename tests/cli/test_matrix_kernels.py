@@ -96,7 +96,7 @@ def test_right_and_wrong_kernels_in_a_model_of_the_chip(portattn, tmp_path, file
     line = ("matrix", "diff", baseline, str(tmp_path / "new"), "--partial", "--json")
     changes = portattn(*line, exits=1).json["changes"]
     assert [(one["name"], one["kinds"][0]) for one in changes] == [("right", "level")]
-    assert "the problem of this name is another one" in changes[0]["causes"][0]["text"]
+    assert "the kernel's source or its entry in the file is another one" in changes[0]["causes"][0]["text"]
     assert {finding["kind"] for finding in found["findings"]} >= {"red", "level"}
 
 

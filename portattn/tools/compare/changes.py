@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
+from portattn.testing.kernel_cases import KERNELS
 from portattn.tools.matrix.cells import (
     TIERS,
     HistoryEntry,
@@ -41,7 +42,8 @@ def causes(old: Snapshot, before: SnapshotCell, new: Snapshot, after: SnapshotCe
     """Return possible causes, nearest first: quirks that joined or left the plan, then differences behind them."""
     found = [*_contradicting(after), *_joined(before, after)]
     if old.problems.get(before.name) != new.problems.get(after.name):
-        found.append(Cause("problem", after.name, "the problem of this name is another one"))
+        what = "kernel's source or its entry in the file" if after.op == KERNELS else "problem of this name"
+        found.append(Cause("problem", after.name, f"the {what} is another one"))
     if before.toolchain != after.toolchain:
         found.append(_differs("toolchain", after.toolchain, "toolchain", before.toolchain, after.toolchain))
     found += _left(before, after)
