@@ -151,13 +151,6 @@ def test_tensors_tuples_and_lists_are_one_call() -> None:
         assert torch.equal(found[1], expected[1])
 
 
-def test_merging_is_associative() -> None:
-    outs, lses = list(normal(4, 2, 5, 8)), list(3 * normal(4, 2, 5, seed=1))
-    expected = portattn.merge_states(outs, lses)
-    pairs = [portattn.merge_states(outs[i : i + 2], lses[i : i + 2]) for i in (0, 2)]
-    torch.testing.assert_close(portattn.merge_states(*zip(*pairs, strict=True)), expected, atol=2e-6, rtol=1e-5)
-
-
 def test_a_shared_prefix_of_packed_queries() -> None:
     """Cascade attention as its docstring says: all rows over the prefix, each sequence over its own keys."""
     q, k, v = normal(7, 4, 16), normal(12, 2, 16, seed=1), normal(12, 2, 24, seed=2)

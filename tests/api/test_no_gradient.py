@@ -118,23 +118,25 @@ def test_inference_with_weights_that_require_gradients(name: str, mode: str, dev
 @pytest.mark.parametrize("name", INSTEAD)
 def test_the_reference_path_is_differentiable_for_who_names_it(name: str, by: str, device: Device) -> None:
     op, arguments = a_call(name, device)
-    leaf = next(n for n in arguments if n in ("q", "q_nope"))
     settings = portattn.settings(backend="reference") if by == "setting" else contextlib.nullcontext()
     more = {"backend": "reference"} if by == "argument" else {}
 
-    def value(q: torch.Tensor) -> torch.Tensor:
-        out, lse = perform(op, arguments | more | {leaf: q})
+    def value(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        out, lse = perform(op, arguments | more | tensors)
         return out[out.isfinite()].sin().sum() + lse[lse.isfinite()].sum()
 
     with settings:
-        q = arguments[leaf].nan_to_num(0.5).requires_grad_()
-        (gradient,) = torch.autograd.grad(value(q), q)
+        leaves = {n: arguments[n].nan_to_num(0.5).requires_grad_() for n in floating(arguments)}
+        gradients = torch.autograd.grad(value(leaves), list(leaves.values()))
         assert portattn.last_plan().path == "reference"
-        direction = torch.randn(q.shape, generator=torch.Generator().manual_seed(0)).to(q.device)
-        with torch.no_grad():
-            slope = (value(q + 1e-2 * direction) - value(q - 1e-2 * direction)) / 2e-2
-    assert gradient.abs().max() > 1e-3
-    torch.testing.assert_close((gradient * direction).sum(), slope, rtol=1e-2, atol=1e-2)
+        generator = torch.Generator().manual_seed(0)
+        for (leaf, at), gradient in zip(leaves.items(), gradients, strict=True):
+            direction = torch.randn(at.shape, generator=generator).to(at.device)
+            with torch.no_grad():
+                ends = [value(leaves | {leaf: at + step * direction}) for step in (1e-2, -1e-2)]
+            assert gradient.abs().max() > 1e-3
+            slope = (ends[0] - ends[1]) / 2e-2
+            torch.testing.assert_close((gradient * direction).sum(), slope, rtol=1e-2, atol=1e-2)
 
 
 def test_another_path_that_is_named_refuses_too(device: Device) -> None:

@@ -1,4 +1,5 @@
-"""What must be one and the same answer: layouts, packing, paging, splits, batches, and features said in two ways."""
+"""What must be one and the same answer: packing, paging, splits, batches, and arguments said in two ways. That each
+feature is the definition's: test_ops_public.py, against the oracle."""
 
 import math
 from typing import Any
@@ -9,7 +10,6 @@ from opcalls import CALLS, given, int32, one_sequence, paths, perform, problem, 
 from support import Device, random_call
 
 import portattn
-from portattn.testing.oracle import log_sampling_probability
 
 PATHS = ["reference", "core"]
 
@@ -204,15 +204,6 @@ def test_a_ragged_sequence_is_what_it_is_as_a_uniform_one(device: Device, core: 
     close(packed_lse.view(h, b, s).transpose(0, 1), lse)
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_decode_is_the_last_rows_of_causal_attention(device: Device, way: dict[str, str], rows: int) -> None:
-    q, k, v = normal(device, 2, 4, 37, 16), normal(device, 2, 2, 37, 16), normal(device, 2, 2, 37, 24)
-    for features in ({}, {"window": (9, None)}, {"alibi_slopes": normal(device, 4).exp(), "softcap": 2.0}):
-        out, lse = portattn.attention(q, k, v, causal=True, return_lse=True, **features, **way)
-        found = portattn.decode_attention(q[:, :, -rows:], k, v, None, causal=True, return_lse=True, **features, **way)
-        close(found, (out[:, :, -rows:], lse[:, :, -rows:]))
-
-
 @pytest.mark.parametrize("name", CALLS)
 def test_nan_where_nothing_may_look_changes_nothing(device: Device, way: dict[str, str], name: str) -> None:
     """Bit for bit: pages of nobody, padding, masked keys, and tokens that nobody chose can hold anything."""
@@ -260,111 +251,3 @@ def test_a_softcap_of_nothing_is_none(device: Device, way: dict[str, str], name:
     none = perform(call.problem.op, arguments, **way)
     same(perform(call.problem.op, arguments | {"softcap": 0.0}, **way), none)
     assert not torch.equal(perform(call.problem.op, arguments | {"softcap": 1.0}, **way)[0], none[0])
-
-
-@pytest.mark.parametrize("name", ["attention", "decode", "paged", "sparse", "sparse paged", "mla"])
-def test_layouts_of_queries_are_one_call(device: Device, way: dict[str, str], name: str) -> None:
-    call = random_call(problem(name), seed=11, device=device.name)
-    arguments = given(call)
-    out, lse = perform(call.problem.op, arguments, **way)
-    names = [n for n in arguments if n in ("q", "q_nope", "q_rope")]
-    if not call.problem.page_size:
-        names += [n for n in arguments if n in ("k", "v", "k_cache", "v_cache")]
-    swapped = {n: arguments[n].transpose(1, 2).contiguous() for n in names}
-    found, found_lse = perform(call.problem.op, arguments | swapped | {"layout": "bshd"}, **way)
-    assert found.is_contiguous()
-    same((found.transpose(1, 2).contiguous(), found_lse), (out, lse))
-
-
-@pytest.mark.parametrize("name", ["attention", "decode", "paged", "mla"])
-def test_a_mask_is_a_bias_of_minus_infinity(device: Device, way: dict[str, str], name: str) -> None:
-    call = random_call(problem(name, mask=True), seed=12, device=device.name)
-    p, arguments = call.problem, given(call)
-    mask = arguments.pop("mask")
-    bias = torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, -math.inf)
-    close(perform(p.op, arguments | {"bias": bias}, **way), perform(p.op, arguments | {"mask": mask}, **way))
-
-
-@pytest.mark.parametrize("name", ["attention", "decode", "paged", "mla"])
-def test_alibi_is_a_bias(device: Device, way: dict[str, str], name: str) -> None:
-    """Of slope·distance, each sequence's queries and keys ending together."""
-    call = random_call(problem(name), seed=12, device=device.name)
-    p, arguments = call.problem, given(call)
-    first_q, first_k = (
-        torch.zeros(p.batch, device=device.name) if pad is None else pad for pad in (call.leftpad_q, call.leftpad_k)
-    )
-    len_q = torch.full((p.batch,), p.seq_q, device=device.name) if call.seqlens_q is None else call.seqlens_q
-    at = torch.arange(p.seq_q, device=device.name) + (first_k + call.seqlens_k - first_q - len_q)[:, None]
-    distance = (at[:, :, None] - torch.arange(p.seq_k, device=device.name)).abs()  # (B, Sq, Sk)
-    slopes = normal(device, p.batch, p.heads_q).exp()
-    close(
-        perform(p.op, arguments | {"alibi_slopes": slopes}, **way),
-        perform(p.op, arguments | {"bias": -slopes[:, :, None, None] * distance[:, None]}, **way),
-    )
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_a_sink_only_adds_to_the_sum(device: Device, way: dict[str, str], name: str) -> None:
-    call = random_call(problem(name), seed=13, device=device.name)
-    arguments = given(call)
-    out, lse = perform(call.problem.op, arguments, **way)
-    sinks = normal(device, 4)
-    found, found_lse = perform(call.problem.op, arguments | {"sinks": sinks}, **way)
-    per_row = sinks[:, None].expand_as(lse)
-    inside = torch.isfinite(lse)
-    both = torch.logaddexp(lse, per_row)
-    close(found_lse[inside], both[inside])
-    factor = torch.exp(lse - both).masked_fill(~inside, 0.0)
-    factor = factor.transpose(0, 1)[..., None] if call.problem.packed else factor[..., None]
-    close(found, out * factor)
-
-
-def test_all_tokens_chosen_is_decode(device: Device, way: dict[str, str]) -> None:
-    q, k, v = normal(device, 3, 4, 1, 16), normal(device, 3, 2, 37, 16), normal(device, 3, 2, 37, 24)
-    lengths = int32(device, 37, 0, 20)
-    expected = portattn.decode_attention(q, k, v, lengths, return_lse=True, **way)
-    order = torch.stack([torch.randperm(37, generator=torch.Generator().manual_seed(h)) for h in range(12)])
-    indices = order.view(3, 4, 37).int().to(device.name)
-    counts = torch.full((3, 4), 37, dtype=torch.int32, device=device.name)
-    found = portattn.sparse_attention(
-        q, k, v, indices, counts, seqlens_k=lengths, return_lse=True, validate=False, **way
-    )
-    close(found, expected)
-    (pages, table), (values, _) = paged(k, 8, seed=5), paged(v, 8, seed=5)
-    found = portattn.sparse_attention(
-        q, pages, values, indices, counts, page_table=table, seqlens_k=lengths, return_lse=True, validate=False, **way
-    )
-    close(found, expected)
-
-
-def test_a_token_listed_twice_counts_twice(device: Device, way: dict[str, str]) -> None:
-    q, k, v = normal(device, 1, 4, 1, 16), normal(device, 1, 2, 9, 16), normal(device, 1, 2, 9, 24)
-    twice = int32(device, *[[[3, 5, -1, 3, 8]] * 4])
-    once = int32(device, *[[[3, 5, 8]] * 4])
-    weights = torch.tensor([math.log(2.0), 0.0, 0.0], device=device.name).expand(1, 4, 3).contiguous()
-    five, three = (torch.full((1, 4), n, dtype=torch.int32, device=device.name) for n in (5, 3))
-    found = portattn.sparse_attention(q, k, v, twice, five, return_lse=True, **way)
-    close(found, portattn.sparse_attention(q, k, v, once, three, log_weights=weights, return_lse=True, **way))
-
-
-def test_magicpig_is_a_weight_of_one_over_its_probability(device: Device, way: dict[str, str]) -> None:
-    q, k, v = normal(device, 2, 4, 1, 16), normal(device, 2, 2, 30, 16), normal(device, 2, 2, 30, 24)
-    indices = torch.arange(30, dtype=torch.int32, device=device.name).expand(2, 4, 30).contiguous()
-    counts = torch.full((2, 4), 30, dtype=torch.int32, device=device.name)
-    cosine = torch.nn.functional.cosine_similarity(q.double(), k.repeat_interleave(2, 1).double(), dim=-1)
-    log_u = log_sampling_probability(cosine, torch.tensor(5), torch.tensor(60)).float()
-    found = portattn.sparse_attention(q, k, v, indices, counts, magicpig=(5, 60), return_lse=True, **way)
-    expected = portattn.sparse_attention(q, k, v, indices, counts, log_weights=-log_u, return_lse=True, **way)
-    torch.testing.assert_close(found, expected, atol=3e-5, rtol=1e-4)
-    assert not torch.allclose(found[0], portattn.sparse_attention(q, k, v, indices, counts, **way), atol=1e-2)
-
-
-@pytest.mark.parametrize("ragged", [False, True])
-def test_latent_attention_is_paged_attention_of_one_head(device: Device, way: dict[str, str], ragged: bool) -> None:
-    call = random_call(problem("mla ragged" if ragged else "mla", causal="bottom_right"), seed=14, device=device.name)
-    arguments = given(call)
-    expected = perform("mla_attention", arguments, **way)
-    q = torch.cat([arguments.pop("q_nope"), arguments.pop("q_rope")], dim=-1)
-    pages = arguments.pop("kv_pages")[:, :, None]
-    arguments |= {"q": q, "k_pages": pages, "v_pages": pages[..., :16]}
-    close(perform("paged_attention", arguments, **way), expected)

@@ -416,22 +416,3 @@ def test_columns_of_a_block() -> None:
     widths, cpu = (32, 64, 96, 128, 192, 256), torch.device("cpu")
     assert [inner._get_block_size_n(cpu, width, False, False) for width in widths] == [128, 128, 64, 64, 64, 64]
     assert [inner._get_block_size_n(cpu, width, True, True) for width in widths] == [128, 64, 64, 32, 64, 64]
-
-
-@pytest.mark.parametrize("is_packed", [False, True])
-@pytest.mark.parametrize("form", ["own", "batch_idx", "pages"])
-def test_no_row_of_a_negative_length_is_written(form: str, is_packed: bool) -> None:
-    """Several new rows of a length just below 0 would lie at 0 and behind it."""
-    size, new = (4, 4) if form == "pages" else (2, 8), 3
-    k_cache, v_cache = torch.full((*size, 2, 16), 7.0), torch.full((*size, 2, 16), 7.0)
-    given: dict[str, Any] = {"own": {}, "batch_idx": {"cache_batch_idx": ints(1, 0)},
-        "pages": {"page_table": torch.arange(4, dtype=torch.int32).view(2, 2)}}[form]  # fmt: skip
-    q, k, v = torch.randn(2, 1, 4, 16), torch.randn(2, new, 2, 16), torch.randn(2, new, 2, 16)
-    if is_packed:
-        k, v = k.flatten(0, 1), v.flatten(0, 1)
-        given["cu_seqlens_k_new"] = ints(0, new, 2 * new)
-    out = flash_attn_interface.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=ints(-1, 2), **given)
-    for cache in (k_cache, v_cache):
-        assert int((cache != 7.0).any(-1).any(-1).sum()) == new  # the other sequence's
-    assert bool((out[0] == 0).all())
-    assert bool((out[1] != 0).all())

@@ -172,19 +172,27 @@ def test_one_length_for_all_and_full_caches(form: str) -> None:
             check_one(out[b], None, q[b], keys, values, math.inf, causal=True)
 
 
+@pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("form", PLACES)
-def test_a_negative_length_takes_no_part(form: str) -> None:
+def test_a_negative_length_takes_no_part(form: str, is_packed: bool) -> None:
+    """Several new rows of a length just below 0 would lie at 0 and behind it."""
     cache = cache_of(form, "keys")
     before = cache.k.clone(), cache.v.clone()
-    q, k, v = torch.randn(3, 1, HEADS, WIDTH), torch.randn(3, 1, KV_HEADS, WIDTH), torch.randn(3, 1, KV_HEADS, V_WIDTH)
-    lengths = ints(BEFORE[0], -1, -1)
-    out, lse = flash_attn_with_kvcache(q, cache.k, cache.v, k, v, cache_seqlens=lengths, **cache.given,
-        return_softmax_lse=True)  # fmt: skip
+    q, k, v = torch.randn(3, 1, HEADS, WIDTH), torch.randn(3, 3, KV_HEADS, WIDTH), torch.randn(3, 3, KV_HEADS, V_WIDTH)
+    given: dict[str, Any] = {"cache_seqlens": ints(BEFORE[0], -1, -1), "return_softmax_lse": True}
+    if is_packed:
+        table = {"page_table" if name == "block_table" else name: value for name, value in cache.given.items()}
+        given |= table | {"cu_seqlens_k_new": ints(0, 3, 6, 9)}
+        new_rows = k.flatten(0, 1), v.flatten(0, 1)
+        out, lse, *_ = flash_attn_interface.flash_attn_with_kvcache(q, cache.k, cache.v, *new_rows, **given)
+    else:
+        out, lse = flash_attn_with_kvcache(q, cache.k, cache.v, k, v, **given, **cache.given)
     for tensor, new, old in ((cache.k, k, before[0]), (cache.v, v, before[1])):
-        old[cache.rows[0][BEFORE[0]]] = new[0, 0]
+        for i in range(3):
+            old[cache.rows[0][BEFORE[0] + i]] = new[0, i]
         assert same_bits(tensor, old)
     assert not out[1:].any()
-    assert (lse[1:] == math.inf).all()
+    assert (lse[1:] == (-math.inf if is_packed else math.inf)).all()
 
 
 @pytest.mark.parametrize("form", PLACES)

@@ -178,19 +178,6 @@ def test_a_vendor_path_that_calls_torchs_own_is_not_served_again(sm_90: Target) 
     torch.testing.assert_close(out, imported_before(*given, is_causal=True))
 
 
-def test_models_of_torch() -> None:
-    """nn.MultiheadAttention and the layers made of it call SDPA where they are trained."""
-    torch.manual_seed(0)
-    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
-    x = torch.randn(2, 5, 16)
-    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
-    right = layer(x, src_key_padding_mask=padding)
-    with sdpa.replacement():
-        out = layer(x, src_key_padding_mask=padding)
-    assert path() == "portattn"
-    torch.testing.assert_close(out, right)
-
-
 def test_checkpointing_computes_again_by_the_same_way() -> None:
     from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
