@@ -8,9 +8,6 @@ import torch
 import portattn
 from portattn import ArgumentError
 from portattn.schema.tensors import KV_DTYPE
-from portattn.tools.bench.cases import Case
-from portattn.tools.bench.contenders import arguments
-from portattn.tools.bench.tensors import Tensors
 
 FLOAT8 = ("e4m3", "e5m2", "e4m3fnuz")
 
@@ -406,20 +403,3 @@ def test_what_reads_no_nvfp4_says_so(op):
     sizes: dict[str, Any] = {"batch": 1, "heads_q": 2, "heads_k": 2, "seq_q": 1, "seq_k": 32, "head_dim": 32}
     with pytest.raises(portattn.ArgumentError, match=f"{op} takes no nvfp4"):
         portattn.Problem(op=op, **sizes | latent, dtype="bf16", kv_format="nvfp4")
-
-
-@pytest.mark.parametrize("page", [0, 16])
-def test_the_benchmarks_tensors_are_such_caches(page):
-    case = Case(
-        name="x", op="paged_attention" if page else "decode_attention", batch=2, heads_q=4, heads_k=2, seq_q=1,
-        seq_k=32, head_dim=32, dtype="bf16", page_size=page, kv_format="nvfp4", kv_scales="head",
-    )  # fmt: skip
-    made = Tensors.random(case, torch.device("cpu"))
-    positional, options = arguments(case, made)
-    out = getattr(portattn, case.op)(*positional, **options)
-    positional, options = arguments(case.unquantised(), made.unquantised())
-    torch.testing.assert_close(out, getattr(portattn, case.op)(*positional, **options), rtol=0.02, atol=0.02)
-    assert case.read_bytes() == 2 * 32 * 2 * (2 * 32 // 2 + 2 * 32 // 16)
-    one, part = made.part(case, 1, 0)
-    alone = getattr(portattn, one.op)(*arguments(one, part)[0], **arguments(one, part)[1])
-    torch.testing.assert_close(alone[0], out[1, :2], rtol=0.02, atol=0.02)

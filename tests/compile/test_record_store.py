@@ -1,11 +1,9 @@
 """CompileRecords on disk: whole or absent, among any number of processes."""
 
 import multiprocessing
-import warnings
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import torch
 from planted_records import WHEN, incident, record
 from support import random_call
@@ -67,21 +65,6 @@ def test_a_key_is_locked_among_processes(tmp_path: Path) -> None:
     for process in processes:
         process.join(60)
     assert ([kind for kind, _ in seen], seen[0][1]) == (["in", "out", "in", "out"], seen[1][1])
-
-
-def test_a_folder_that_takes_no_files_costs_one_warning_and_nothing_else(tmp_path: Path) -> None:
-    occupied = tmp_path / "occupied"
-    occupied.write_text("a file where the folder should be")
-    store = CompileStore(occupied)
-    with pytest.warns(UserWarning, match="PORTATTN_CACHE_DIR"):
-        store.put(record("first"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        store.put(record("second"))
-        with store.lock("first", 1.0):
-            pass
-    assert store.get("first") == record("first")
-    assert store.get("second") == record("second")
 
 
 def test_launches_of_a_variant_are_described_again_for_another_cap_and_another_alignment(monkeypatch):

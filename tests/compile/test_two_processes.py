@@ -1,13 +1,10 @@
-"""What takes two processes to see: one compile for both, and nothing that outlives a compiler that is killed."""
+"""What takes two processes to see: one compile for both. And options of launches that no default of a user changes."""
 
 import ast
-import fcntl
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -80,51 +77,6 @@ def test_who_waited_for_another_processs_compile_does_not_compile_again(tmp_path
         _, errors = process.communicate(timeout=SECONDS)
         assert process.returncode == 0, errors
     assert [json.loads(line)["task"] for line in requests.read_text().splitlines()] == ["compile"]
-
-
-# A compiler that has a program of its own at work, which holds a lock for as long as it lives, and never answers.
-HANGS = """\
-#!{python}
-import fcntl, json, os, subprocess, sys, time
-held = open({held!r}, "w")
-fcntl.flock(held, fcntl.LOCK_EX)
-nothing = subprocess.DEVNULL
-command = [sys.executable, "-c", "import time; time.sleep(600)"]
-program = subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing, pass_fds=[held.fileno()])
-held.write(str(program.pid))
-held.flush()
-for line in sys.stdin:
-    print(json.dumps({{"id": json.loads(line)["id"], "stage": "ptx"}}), flush=True)
-    time.sleep(600)
-"""
-
-
-def test_a_compilers_own_programs_end_with_it(tmp_path):
-    """ptxas, a linker: what a compiler that hangs has started is killed too, and holds nothing any longer."""
-    script, held = tmp_path / "compiler", tmp_path / "held"
-    script.write_text(HANGS.format(python=sys.executable, held=str(held)))
-    script.chmod(0o755)
-    with Worker(python=str(script)) as worker:
-        reply = worker.request("compile", 5.0)
-        assert (reply.outcome, reply.stage) == ("hang", "ptx")
-        freed = _freed(held)
-        if not freed:  # it is alive, and nobody else ends it
-            os.kill(int(held.read_text()), signal.SIGKILL)
-        assert freed
-
-
-def _freed(held, seconds=20.0):
-    """Whether nobody holds the file's lock any longer, after so many seconds at most."""
-    deadline = time.monotonic() + seconds
-    with held.open() as file:
-        while time.monotonic() < deadline:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                time.sleep(0.1)
-            else:
-                return True
-    return False
 
 
 ROOT = Path(__file__).parent.parent.parent

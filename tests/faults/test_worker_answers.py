@@ -153,17 +153,20 @@ HOLDS = """\
 program = subprocess.Popen(["sleep", "600"], start_new_session={own}, stdout=1)
 note(program.pid)
 say(stage="ptx")
-os.abort()
+{end}
 """
 
 
-@pytest.mark.parametrize("own", [False, True], ids=["its group", "a session of its own"])
-def test_a_dead_child_whose_program_holds_its_streams(tmp_path: Path, own: bool) -> None:
-    """Nobody waits for the end of streams that another process keeps open."""
-    begun, reply = time.monotonic(), asked(tmp_path, HOLDS.format(own=own))
+@pytest.mark.parametrize(("own", "end", "kind"), [
+    (False, "os.abort()", "SIGABRT"), (False, "time.sleep(600)", "timeout"), (True, "os.abort()", "SIGABRT"),
+], ids=["its group", "its group, of one that hangs", "a session of its own"])  # fmt: skip
+def test_a_child_whose_program_holds_its_streams(tmp_path: Path, own: bool, end: str, kind: str) -> None:
+    """Nobody waits for the end of streams that another process keeps open; ptxas, a linker end with the compiler."""
+    begun = time.monotonic()
+    reply = asked(tmp_path, HOLDS.format(own=own, end=end), LIMIT if kind == "timeout" else SECONDS)
     program = int(noted(tmp_path))
     try:
-        assert (reply.outcome, reply.stage, reply.kind) == ("crash", "ptx", "SIGABRT")
+        assert (reply.outcome, reply.stage, reply.kind) == ("hang" if kind == "timeout" else "crash", "ptx", kind)
         assert time.monotonic() - begun < LATE
         if not own:
             until(lambda: not runs(program), 10)

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
@@ -95,14 +94,6 @@ def test_a_class_that_states_no_interface_is_of_the_first(monkeypatch: pytest.Mo
     assert Old.interface == INTERFACES[0] == 1
     provides(monkeypatch, Old)
     assert "old" in look_around()[0]
-
-
-def test_a_package_that_fails_to_import(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    provides(monkeypatch, Mock(side_effect=ImportError("no libnew.so")), backend(tmp_path, "second", "triton-new"))
-    found, [broken] = look_around()
-    assert "second" in found
-    assert "b0 = package0:Backend is broken: ImportError: no libnew.so" in broken.told()
-    assert str(Toolchain.parse("triton-new==1.0")) == "triton-new==1.0"
 
 
 @pytest.mark.parametrize("adapter", ["gone.py:compile_kernel", "adapter", ":f", "adapter.py:", "a.b:not a name"])

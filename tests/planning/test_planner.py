@@ -28,7 +28,6 @@ from portattn.planning.planner import plan
 from portattn.planning.registry import parse_target
 from portattn.schema.lowering import Launch, Lowering
 from portattn.schema.problem import Problem
-from portattn.schema.tuning import SPLIT_THRESHOLD
 
 TOOLCHAINS = ("triton==3.2.0", "triton==3.4.0", "triton==3.6.0", "triton==3.9.0", "triton-ascend==3.2.1", "none")
 TARGETS = [f"{backend}:{arch}" for backend, arches in Registry.load().arches.items() for arch in arches]
@@ -339,15 +338,6 @@ def test_splits_fill_the_chip_only_where_it_is_empty() -> None:
     assert splits(batch=0) == 1
 
 
-def test_forcing_a_quirk_off_and_on() -> None:
-    registry = Registry.load()
-    target = parse_target("ascend:ascend910b2", "triton-ascend==3.2.1")
-    for quirk in [q for q in registry.quirks.values() if q.when.backend == "ascend" and q.effect.lowering]:
-        off = plan(problem(**BIG), target, settings=Settings(quirks=f"-{quirk.id}"))
-        shown = {q.id for r in off.rejected if r.choice for q in r.choice.quirks} | {q.id for q in off.quirks}
-        assert quirk.id not in shown
-
-
 def test_cautions_are_about_what_comes_out() -> None:
     """Masked reads make one quirk hold, and a caution too; what the quirk sets ends both."""
     target = parse_target("ascend:ascend910b2", "triton-ascend==3.2.0")
@@ -419,15 +409,6 @@ def test_a_wrong_target_is_named_shortly(ask: Callable[..., object], given: dict
         with pytest.raises(portattn.ArgumentError, match=f"{ask.__name__}: {said}") as error:
             call(**given)
         assert len(str(error.value)) < 500
-
-
-def test_keys_are_split_below_so_many_programs_a_core() -> None:
-    """16 sequences of 8 key heads are 128 programs of 132: full, but for an entry that says that it takes more."""
-    kernel = CORES["paged_attention"]
-    assert kernel.splits(128, 512, 132, 1, SPLIT_THRESHOLD) == 1
-    assert kernel.splits(128, 512, 132, 2, SPLIT_THRESHOLD) == 1
-    assert kernel.splits(128, 512, 132, 2, 1.6) == 2
-    assert kernel.splits(212, 512, 132, 2, 1.6) == 1
 
 
 def test_keys_that_do_not_fit_one_tile_have_a_loop() -> None:

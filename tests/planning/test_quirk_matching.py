@@ -337,15 +337,6 @@ def test_note_changes_nothing_and_is_listed(tmp_path: Path) -> None:
     assert "nothing is changed" not in made.explain()
 
 
-@pytest.mark.parametrize(("path", "reached"), [("vendor", False), ("reference", True)])
-def test_path(tmp_path: Path, path: str, reached: bool) -> None:
-    plant(tmp_path, ID, f'path = "{path}"')
-    made = planned(registry(tmp_path))
-    assert made.path != "triton"
-    assert (made.path == "reference") is reached
-    assert made.rejected[0].quirk == ID
-
-
 @pytest.mark.parametrize("paths", [("vendor", "reference"), ("reference", "vendor")])
 def test_the_most_restrictive_of_two_paths_is_taken(tmp_path: Path, paths: tuple[str, str]) -> None:
     ids = ("cuda-0901-one", "cuda-0902-two")

@@ -17,7 +17,7 @@ from portattn.planning import plugins, target_names
 from portattn.planning.data_files import load_arches
 from portattn.planning.planner import plan
 from portattn.planning.quirk_files import load_quirks
-from portattn.planning.registry import Registry, find_backends, look_around
+from portattn.planning.registry import Registry, find_backends
 from portattn.schema.target import Arch
 
 TABLES = tables(__file__)
@@ -227,16 +227,6 @@ def test_a_backend_of_an_installed_package(monkeypatch: pytest.MonkeyPatch, give
     found = find_backends()
     assert isinstance(found["other"], Other)
     assert set(found) == {*KNOWN.backends, "other"}
-
-
-def test_backend_packages_that_are_broken_are_left_out_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    provides(monkeypatch, Mock(side_effect=ImportError("no such module")), lambda: CpuBackend, lambda: Other)
-    found, left_out = look_around()
-    assert set(found) == {*KNOWN.backends, "other"}
-    assert [(one.package, str(one.faults[0])) for one in left_out] == [
-        ("other = package0:Backend", "ImportError: no such module"),
-        ("other = package1:Backend", "it registers 'cpu', which exists already"),
-    ]
 
 
 def test_an_interrupt_is_no_fault_of_a_package(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ import pickle
 
 import msgspec
 import pytest
-import torch
 from support import problem, random_call
 
 from portattn import ArgumentError, Problem
@@ -168,21 +167,6 @@ def test_text_says_what_caches_and_packed_rows_are(fields: dict, parts: tuple[st
 def test_survives_json(fields: dict) -> None:
     p = problem(**fields)
     assert msgspec.json.decode(msgspec.json.encode(p), type=Problem) == p
-
-
-def test_random_calls_hold_nan_exactly_in_their_padding() -> None:
-    """What the other tests rest on: padding is poisoned, in keys, in values, or in both, and nothing else is."""
-    j = torch.arange(37)
-    for poison in ("apart", "k", "v"):
-        call = random_call(problem(seqlens_k=True, leftpad_k=True, batch=4), seed=3, poison=poison)
-        for b in range(4):
-            first, length = int(call.leftpad_k[b]), int(call.seqlens_k[b])
-            padding = (j < first) | (j >= first + length)
-            in_k, in_v = call.k[b, 0, :, 0].isnan(), call.v[b, 0, :, 3].isnan()
-            assert torch.equal(in_k | in_v, padding)
-            if poison != "apart":
-                assert not (in_v if poison == "k" else in_k).any()
-        assert call.q.isfinite().all()
 
 
 def test_arguments_by_place_are_named_an_error() -> None:

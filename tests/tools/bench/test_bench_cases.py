@@ -48,6 +48,8 @@ def test_flops_are_those_of_the_problem():
         (DECODE, 2 * 6 * 3 * (8 + 8) * 2),
         (msgspec.structs.replace(DECODE, dtype="fp32"), 2 * 6 * 3 * (8 + 8) * 4),
         (msgspec.structs.replace(DECODE, head_dim_v=4), 2 * 6 * 3 * (8 + 4) * 2),
+        # Half a byte a number, and one for the scale of 16.
+        (msgspec.structs.replace(DECODE, head_dim=16, kv_format="nvfp4", kv_scales="head"), 2 * 6 * 3 * 2 * (8 + 1)),
         (msgspec.structs.replace(DECODE, lengths_k=(6, 1)), 7 * 3 * (8 + 8) * 2),
         (msgspec.structs.replace(DECODE, lengths_k=(6, 1), op="paged_attention", page_size=4), 7 * 3 * (8 + 8) * 2),
         (msgspec.structs.replace(DECODE, window=(2, 0)), 2 * 3 * 3 * (8 + 8) * 2),
