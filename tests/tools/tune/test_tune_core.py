@@ -64,20 +64,24 @@ def test_programs_a_core(target):
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize("name", ["cuda:sm_90", "rocm:gfx942"])
-def test_a_candidate_compiles_in_a_child(name):
-    target = parse_target(name)
-    problem = workload(parse(WIDE)).problem
-    tunable = core(target, "dense_forward")
-    chosen = Choice(launch={"block_m": 64, "block_n": 32, "num_warps": 4, "num_stages": 2})
-    built = tunable.build(problem, chosen, target)
+@pytest.mark.parametrize(("name", "kernel"), [
+    ("cuda:sm_90", "dense_forward"), ("rocm:gfx942", "dense_forward"), ("cuda:sm_90", "dense_backward"),
+])  # fmt: skip
+def test_a_candidate_compiles_in_a_child(name, kernel):
+    """Both kernels of gradients count: 128 rows of one 128 wide and two tiles of scores do not fit four warps."""
+    target, trained = parse_target(name), kernel == "dense_backward"
+    problem = workload(parse(WIDE.replace("attention", "attention_backward") if trained else WIDE)).problem
+    launch = {"block_m": 64, "block_n": 32, "num_warps": 4, "num_stages": 2}
+    chosen = Choice(launch=launch | ({"num_stages": 1, "rows_m": 128, "rows_n": 64} if trained else {}))
+    built = core(target, kernel).build(problem, chosen, target)
     made: dict[str, CompileResult] = {}
     compile_all([(built.code, built)], str(target.toolchain), 1, 120.0, made.__setitem__, {})
     assert made[built.code].failure == ""
     known = facts_of(built, made)
     assert known["registers"] > 32
     assert 0 < known["scratchpad_bytes"] <= target.arch.scratchpad_bytes
-    assert verdict(made[built.code], chosen, target, 0) == ""
+    assert (known["spills"] > 0) is trained
+    assert ("bytes spilled" in verdict(made[built.code], chosen, target, 0)) is trained
     again: dict[str, CompileResult] = {}
     compile_all([(built.code, built)], str(target.toolchain), 1, 120.0, again.__setitem__, made)
     assert again == {}
@@ -99,16 +103,24 @@ def test_a_toolchain_that_is_not_here_is_said_at_once(target, tmp_path, monkeypa
         ("paged_split", "paged_attention q=2,4,1,16 kv=2,2,64,16 page_size=16 dtype=fp16"),
         ("decode_split", "decode_attention q=2,4,1,16 kv=2,2,200,16 dtype=fp16 kv_format=e4m3 kv_scales=head"),
         ("paged_split", "paged_attention q=2,4,1,16 kv=2,2,64,16 page_size=16 dtype=fp16 kv_format=int8"),
+        ("dense_backward", SMALL.replace("attention", "attention_backward")),
+        ("varlen_backward", "varlen_attention_backward q=2,2,20,16 kv=2,1,20,16 dtype=fp16 causal"),
     ],
 )
 def test_a_candidate_runs_and_is_checked(name, text):
     """On the CPU the core kernels are interpreted: what starts, fills and checks a candidate is the device's."""
-    target = parse_target("cpu:generic")
+    target, trained = parse_target("cpu:generic"), name.endswith("backward")
     load = workload(parse(text))
     stage = PreparedWorkload(load, torch.device("cpu"))
-    chosen = Choice(launch={"block_m": 16, "block_n": 16, "num_stages": 1})
+    rows = {"rows_m": 32, "rows_n": 16} if trained else {}
+    chosen = Choice(launch={"block_m": 16, "block_n": 16, "num_stages": 1} | rows)
     begun, errors = stage.first_run(core(target, name).build(load.problem, chosen, target))
     assert not errors.wrong
     assert 0 < errors.mean < errors.largest <= errors.budget
-    begun.out[..., -1, -1] += 0.5
+    (stage.call.grad_q if trained else begun.out)[..., -1, -1] += 0.5
     assert stage.checker.errors(begun.out).wrong
+    begun.run()
+    assert not stage.checker.errors(begun.out).wrong
+    if trained:
+        stage.call.grad_v[..., -1, 0] = float("nan")
+        assert (errors.budget, stage.checker.errors(begun.out).largest) == (1.0, float("inf"))

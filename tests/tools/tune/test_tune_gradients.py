@@ -12,8 +12,8 @@ from portattn.tools.bench.tensors import Tensors
 from portattn.tools.tune.classes import call_of, classes, from_sets, parse, workload
 from portattn.tools.tune.core import combine_sweeps, swept
 from portattn.tools.tune.run import tunables
-from portattn.tools.tune.search import GradientChecker, PreparedWorkload, facts_of, witnesses
-from portattn.tools.tune.tunable import BuiltCandidate, Choice, CompileResult, RunnableCandidate, compile_all, verdict
+from portattn.tools.tune.search import GradientChecker, witnesses
+from portattn.tools.tune.tunable import BuiltCandidate, Choice, CompileResult, RunnableCandidate
 
 SMALL = "attention_backward q=1,2,20,16 kv=1,1,37,16 dtype=fp16 causal"
 PACKED = "varlen_attention_backward q=2,2,20,16 kv=2,1,20,16 dtype=fp16 causal"
@@ -171,38 +171,6 @@ def test_a_candidate_may_spill_what_todays_choice_does(class_of, search, as_toda
     out = {one.choice.launch["block_m"] for one in records if getattr(one, "verdict", "") == "ruled out"}
     assert out == ({16} if as_today else {16, 32, 64})
     assert outcome.choice.launch["block_m"] == (32 if as_today else 64)
-
-
-@pytest.mark.interpreter
-@pytest.mark.parametrize(("name", "text"), [("dense_backward", SMALL), ("varlen_backward", PACKED)])
-def test_a_candidate_runs_and_is_checked(name: str, text: str) -> None:
-    tunable, where = core(name, "cpu:generic", "")
-    load = workload(parse(text))
-    stage = PreparedWorkload(load, CPU)
-    chosen = Choice(launch={"block_m": 16, "block_n": 16, "num_stages": 1, "rows_m": 32, "rows_n": 16})
-    begun, errors = stage.first_run(tunable.build(load.problem, chosen, where))
-    assert not errors.wrong
-    assert 0 < errors.mean < errors.largest <= errors.budget == 1.0
-    stage.call.grad_q[..., -1, -1] += 0.5
-    assert stage.checker.errors(begun.out).wrong
-    begun.run()
-    assert not stage.checker.errors(begun.out).wrong
-    stage.call.grad_v[..., -1, 0] = float("nan")
-    assert stage.checker.errors(begun.out).largest == float("inf")
-
-
-@pytest.mark.compiles
-def test_a_candidate_compiles_in_a_child_and_both_kernels_count() -> None:
-    tunable, where = core("dense_backward", toolchain="")
-    problem = workload(parse(WIDE)).problem
-    chosen = Choice(launch={"block_m": 64, "block_n": 32, "num_warps": 4, "num_stages": 1, "rows_m": 128, "rows_n": 64})
-    built = tunable.build(problem, chosen, where)
-    made: dict[str, CompileResult] = {}
-    compile_all([(built.code, built)], str(where.toolchain), 1, 120.0, made.__setitem__, {})
-    assert made[built.code].failure == ""
-    # 128 rows of a gradient 128 wide and two tiles of scores, with four warps, do not fit the registers: rows alone.
-    assert facts_of(built, made)["spills"] > 0
-    assert "bytes spilled" in verdict(made[built.code], chosen, where, 0)
 
 
 def test_witnesses_are_gradients_too() -> None:
