@@ -24,12 +24,10 @@ from portattn.validate.checks import (
     check_number,
     check_tensor,
 )
-from portattn.validate.dense import AXES, check_layout
+from portattn.validate.dense import AXES, PACKED_AXES, beginnings, check_layout
 from portattn.validate.quantized import SIXTEEN_BITS
 from portattn.validate.values import cu_seqlens as check_order
 from portattn.validate.values import reads
-from portattn.validate.varlen import AXES as PACKED_AXES
-from portattn.validate.varlen import beginnings
 
 OP = "quantize"
 SAGE = "sage"

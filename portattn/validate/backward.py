@@ -16,9 +16,8 @@ from portattn.schema.call import Call
 from portattn.schema.ops import BACKWARD
 from portattn.schema.problem import Problem
 from portattn.validate.checks import is_large, reachable, rows_aligned, starts_aligned
-from portattn.validate.dense import dense_call
+from portattn.validate.dense import dense_call, packed, varlen_call
 from portattn.validate.sparse import block_call
-from portattn.validate.varlen import packed, varlen_call
 
 
 def dense_backward_call(**given: Any) -> Call:

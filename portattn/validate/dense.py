@@ -1,4 +1,4 @@
-"""Calls of attention and decode_attention, over contiguous keys."""
+"""Calls of attention, decode_attention and varlen_attention, over contiguous and packed keys."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ from portattn.errors import ArgumentError
 from portattn.schema.call import Call
 from portattn.schema.ops import BACKWARD, ROWS
 from portattn.schema.problem import check_groups
+from portattn.schema.problem_limits import Op
+from portattn.schema.symbolic_int import least
 from portattn.validate import values
 from portattn.validate.checks import (
     DTYPES,
+    as_tensor,
     check_equal,
     check_int32,
+    check_size,
     check_tensor,
     check_width,
 )
@@ -24,6 +28,8 @@ from portattn.validate.features import Features, Scores, build
 from portattn.validate.quantized import Operands, ScaleShapes, StoredCache, as_stored, dtypes_of, format_of
 
 AXES = {"bhsd": ("batch", "heads", "seq", "head_dim"), "bshd": ("batch", "seq", "heads", "head_dim")}
+PACKED_AXES = ("tokens", "heads", "head_dim")
+VARLEN: Op = "varlen_attention"
 _SHAPES = ("batch", "head_dim", "heads", "seq", "heads_q")  # last words of `argument` in errors about them
 _LAYOUT = "layout='{}'"
 # Which of q, k and v are transposed, the likeliest first; all three are the other layout.
@@ -232,3 +238,92 @@ def dense_call(*, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **rest: Any
 
 def decode_call(*, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, **rest: Any) -> Call:
     return attention_call("decode_attention", q, k_cache, v_cache, names=("q", "k_cache", "v_cache"), **rest)
+
+
+def beginnings(op: str, name: str, cu_seqlens: object, device: torch.device) -> int:
+    """Check a (B + 1,) int32 tensor of sequences' beginnings, and return B."""
+    if not isinstance(cu_seqlens, torch.Tensor) or cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1:
+        shape = tuple(cu_seqlens.shape) if isinstance(cu_seqlens, torch.Tensor) else type(cu_seqlens).__name__
+        hint = as_tensor(name, cu_seqlens, ", dtype=torch.int32") if isinstance(cu_seqlens, (list, tuple)) else ""
+        raise ArgumentError(op, name, shape, f"must be an int32 torch.Tensor of shape (batch + 1,){hint}")
+    check_int32(op, name, cu_seqlens, tuple(cu_seqlens.shape), "(batch + 1,)", device)
+    return cu_seqlens.shape[0] - 1
+
+
+def packed(tensor: torch.Tensor) -> torch.Tensor:
+    """Return (T, H, D) as the (1, H, T, D) view that kernels take."""
+    return tensor.transpose(0, 1)[None]
+
+
+def varlen_call(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    settings: Settings,
+    q_scale: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    **asked: Any,
+) -> Call:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        check_tensor(VARLEN, name, tensor, PACKED_AXES, dtypes_of(VARLEN))
+    differentiable = (q, k, v, q_scale, k_scale, v_scale)  # as given: float8 is read as int8, which has no gradients
+    operands = Operands(VARLEN, q, k, v, out_dtype)
+    q, k, v = operands.stored(q, k, v)
+    head_dim = q.shape[2]
+    check_equal(VARLEN, "k's head_dim", k.shape[2], "q's", head_dim)
+    check_width(VARLEN, "q", head_dim)
+    check_width(VARLEN, "v", v.shape[2])
+    check_equal(VARLEN, "v's heads", v.shape[1], "k's", k.shape[1])
+    check_equal(VARLEN, "v's tokens", v.shape[0], "k's", k.shape[0])
+    batch = beginnings(VARLEN, "cu_seqlens_q", cu_seqlens_q, q.device)
+    batch_k = beginnings(VARLEN, "cu_seqlens_k", cu_seqlens_k, q.device)
+    check_equal(VARLEN, "cu_seqlens_k's size", batch_k + 1, "cu_seqlens_q's", batch + 1)
+    check_size(VARLEN, "max_seqlen_q", max_seqlen_q)
+    check_size(VARLEN, "max_seqlen_k", max_seqlen_k)
+    found = Features(VARLEN, q.device, operands.dtype, asked, head_dim)
+    found.check_numbers()
+    axes = ", ".join(PACKED_AXES[:2])
+    by_row, by_key = (
+        ScaleShapes(batch, k.shape[1], tuple(rows.shape[:2]), axes, swapped=True, packed=True) for rows in (q, k)
+    )
+    kv_scales, scales = operands.scales({"q": q_scale, "k": k_scale, "v": v_scale}, {"q": by_row, "k": by_key})
+    if values.reads(settings, q):
+        values.cu_seqlens(VARLEN, "q", cu_seqlens_q, q.shape[0], max_seqlen_q)
+        values.cu_seqlens(VARLEN, "k", cu_seqlens_k, k.shape[0], max_seqlen_k)
+        for name, given in scales.items():
+            ends = cu_seqlens_q if name == "q_scale" else cu_seqlens_k
+            rows = values.Tokens(given.shape[-1], ends[-1:], None)  # rows after the last sequence do not count
+            of = values.Tokens(max_seqlen_k, cu_seqlens_k.diff(), None) if given.ndim == 2 else rows
+            values.scales(VARLEN, {name: given}, of)
+    # No sequence is longer than all rows: a larger max_seqlen changes nothing.
+    seq_q, seq_k = least(max_seqlen_q, q.shape[0]), least(max_seqlen_k, k.shape[0])
+    reach, invariant = q.shape[0] + k.shape[0], settings.invariant
+    found.check_scored(Scores(batch, q.shape[1], seq_q, seq_k, reach, packed=True, invariant=invariant))
+    return build(
+        VARLEN,
+        {"q": packed(q), "k": packed(k), "v": packed(v)},
+        found,
+        problem={
+            "batch": batch,
+            "heads_q": q.shape[1],
+            "heads_k": k.shape[1],
+            "seq_q": seq_q,
+            "seq_k": seq_k,
+            "head_dim": head_dim,
+            "head_dim_v": v.shape[2],
+            "total_q": q.shape[0],
+            "total_k": k.shape[0],
+            "kv_format": operands.kind,
+            "kv_scales": kv_scales,
+        },
+        call={"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, **scales},
+        differentiable=differentiable,
+        dtype=operands.dtype,
+    )

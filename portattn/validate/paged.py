@@ -24,11 +24,9 @@ from portattn.validate.checks import (
     check_tensor,
     check_width,
 )
-from portattn.validate.dense import AXES, check_layout
+from portattn.validate.dense import AXES, PACKED_AXES, beginnings, check_layout, packed
 from portattn.validate.features import Features, Scores, build
 from portattn.validate.quantized import ScaleShapes, StoredCache, as_stored, dtypes_of, format_of
-from portattn.validate.varlen import AXES as PACKED_AXES
-from portattn.validate.varlen import beginnings, packed
 
 OP: Op = "paged_attention"
 PAGE_AXES = {"phd": ("pages", "page_size", "heads", "head_dim"), "hpd": ("pages", "heads", "page_size", "head_dim")}

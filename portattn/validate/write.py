@@ -27,11 +27,9 @@ from portattn.validate.checks import (
     refuse_gradients_of_writes,
     rows_aligned,
 )
-from portattn.validate.dense import AXES, check_layout
+from portattn.validate.dense import AXES, PACKED_AXES, check_layout, packed
 from portattn.validate.paged import PAGE_AXES, check_pages
 from portattn.validate.quantized import SCALES, ScaleShapes, StoredCache, as_stored, dtypes_of, format_of
-from portattn.validate.varlen import AXES as PACKED_AXES
-from portattn.validate.varlen import packed
 
 ROTARIES = tuple(word for word in get_args(Rotary) if word != "none")
 _INTEGERS = (torch.int32, torch.int64)

@@ -1,6 +1,6 @@
-"""The data of coverage.json, and its table.
+"""The data of coverage.json.
 
-    python coverage_data.py          makes coverage.json anew, with the installed Triton, and prints the table
+    python coverage_data.py          makes coverage.json anew, with the installed Triton
     python coverage_data.py tested   the same of `tested` alone
 
 used    arch → mnemonics in the code of the slice (emulated_slice.py) and of the matrix's quick set
@@ -13,13 +13,13 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from portattn.backends.rocm.emulator.amdgpu import coverage
+from portattn.backends.rocm.emulator.amdgpu.assembly import parse
 from portattn.planning.registry import parse_target
 
 HERE = Path(__file__).parent
@@ -36,11 +36,13 @@ def data() -> Any:
     return json.loads(FILE.read_text(encoding="utf-8"))
 
 
-def table() -> str:
-    """Return the table of families and arches, Markdown."""
-    found = data()
-    counts = {arch: Counter(names) for arch, names in found["used"].items()}
-    return coverage.table(counts, {arch: set(names) for arch, names in found["tested"].items()})
+def used_mnemonics(texts: Iterable[str]) -> dict[str, set[str]]:
+    """Return arch → mnemonics in the assembly texts. Raise BadProgram on another text."""
+    found: dict[str, set[str]] = {}
+    for assembly in map(parse, texts):
+        parts = [part for one in assembly.instructions for part in (one, one.second) if part is not None]
+        found.setdefault(assembly.arch.name, set()).update(part.mnemonic for part in parts)
+    return found
 
 
 def check_used(arch: str, mnemonics: set[str]) -> None:
@@ -98,7 +100,7 @@ def compiled() -> dict[str, set[str]]:
                 seen = Recording(600.0).check(plan(problem, where), where, compiling, running)
                 assert seen.outcome == "pass", f"{arch}: {problem}: {seen.reason}"
                 print(f"{arch}: {problem}", file=sys.stderr)
-    return {arch: set(counts) for arch, counts in coverage.count_mnemonics(texts).items()}
+    return used_mnemonics(texts)
 
 
 def main() -> None:
@@ -110,7 +112,6 @@ def main() -> None:
         FILE.write_text(json.dumps(found | {"tested": {}}, indent=1) + "\n", encoding="utf-8")  # the tests read it
     found["tested"] = executed()
     FILE.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    print(table())
 
 
 if __name__ == "__main__":

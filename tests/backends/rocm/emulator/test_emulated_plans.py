@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import coverage_data as coverage
+import coverage_data
 import msgspec
 import pytest
 import support
@@ -13,7 +13,6 @@ from emulated_slice import SLICE
 
 from portattn import Problem, Target
 from portattn.backends.rocm.emulator.amdgpu import ARCHES
-from portattn.backends.rocm.emulator.amdgpu.coverage import count_mnemonics
 from portattn.backends.rocm.emulator.executor import EmulatorExecutor
 from portattn.cli.verify import verification_rows
 from portattn.config import Settings
@@ -61,7 +60,7 @@ class Recording(EmulatorExecutor):
 
     def piece(self, launch: KernelCall, reply: Reply) -> Any:
         found = super().piece(launch, reply)
-        self.mnemonics |= set().union(*count_mnemonics([found["text"]]).values())
+        self.mnemonics |= set().union(*coverage_data.used_mnemonics([found["text"]]).values())
         return found
 
 
@@ -75,7 +74,7 @@ def test_the_machine_code_is_right(workers: tuple[Worker, Worker], arch: str, na
         assert seen.error == 0.0
     else:
         assert seen.error > 0.0  # rounded results are never exact: something was computed and compared
-    coverage.check_used(arch, model.mnemonics)
+    coverage_data.check_used(arch, model.mnemonics)
 
 
 @pytest.mark.parametrize("arch", [name for name, arch in ARCHES.items() if arch.same_as])
