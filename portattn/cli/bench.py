@@ -73,8 +73,8 @@ def bench(
     flash_attn, flash_attn_interface, fa4, cudnn-frontend, flashinfer, unquantised, or none.
 
     Device times are medians over rounds in which all contenders take turns; times from a graph, and the time that
-    enqueuing takes the host, are told apart. --out gets rows.jsonl line by line as cells are done, and bench.json and
-    bench.csv at the end. With --budget cells are measured in an order that covers every set first; what --jobs
+    enqueuing takes the host, are told apart. --out gets rows.jsonl line by line as cells are done, and bench.json at
+    the end. With --budget cells are measured in an order that covers every set first; what --jobs
     compiles beforehand does not count, and takes half as long at most.
 
     With --release, portattn is timed with each of these releases of Triton: the installed one, the lab's, or FOLDER's

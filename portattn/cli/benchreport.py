@@ -9,9 +9,9 @@ import click
 import msgspec
 
 from portattn.cli import RED, require_some
-from portattn.cli.output import emit_json, heading, json_option, table, write_texts
+from portattn.cli.output import emit_json, heading, json_option, table
 from portattn.errors import ArgumentError
-from portattn.files import write_whole
+from portattn.files import write_named, write_whole
 from portattn.tools.param_types import FiniteRange
 
 if TYPE_CHECKING:
@@ -41,10 +41,9 @@ LAUNCH_BOUND_MS = 0.1  # device times below which the time from a graph is shown
 @click.command()
 @click.argument("results", metavar="RESULTS", type=click.Path(path_type=Path, exists=True))
 @click.option("--markdown", type=click.Path(path_type=Path, dir_okay=False), help="Write tables to this file.")
-@click.option("--csv", "as_csv", type=click.Path(path_type=Path, dir_okay=False), help="Write every figure to it.")
-@click.option("--plots", type=click.Path(path_type=Path, file_okay=False), help="Draw SVG and PNG into this folder.")
+@click.option("--plots", type=click.Path(path_type=Path, file_okay=False), help="Draw SVGs into this folder.")
 @json_option
-def report(results: Path, markdown: Path | None, as_csv: Path | None, plots: Path | None, as_json: bool) -> None:
+def report(results: Path, markdown: Path | None, plots: Path | None, as_json: bool) -> None:
     """Summaries, tables and plots of RESULTS: a bench.json, a rows.jsonl (of an interrupted run too), the
     releases.json of a run with --release, or a folder with one of these; the last comes first. No device is needed;
     --plots needs matplotlib (the extra `bench`).
@@ -55,7 +54,8 @@ def report(results: Path, markdown: Path | None, as_csv: Path | None, plots: Pat
     from portattn.tools.bench import report as bench_report
     from portattn.tools.bench import results as bench_results
 
-    _separate({"RESULTS": results, "--markdown": markdown, "--csv": as_csv})
+    if markdown is not None and markdown.resolve() == results.resolve():
+        raise ArgumentError("bench report", "--markdown", str(markdown), "must be another file than that of RESULTS")
     found: Any = workloads.read(results)
     if found is None:
         compared = comparison.place(results)
@@ -70,7 +70,11 @@ def report(results: Path, markdown: Path | None, as_csv: Path | None, plots: Pat
         raise ArgumentError("bench report", "--plots", str(plots), f"has no figure for the set {found.set}")
     if plots is not None:
         bench_plots.figure_class()  # without matplotlib nothing is written
-    written = write_texts(found, ((markdown, texts.as_markdown), (as_csv, texts.as_csv)))
+    written: list[Path] = []
+    if markdown is not None:
+        markdown.parent.mkdir(parents=True, exist_ok=True)
+        write_named(markdown, texts.as_markdown(found).encode())
+        written.append(markdown)
     if plots is not None:
         written += draw(found, plots)
     if as_json:
@@ -121,7 +125,7 @@ def compare(before: Path, after: Path, tolerance: float, as_json: bool) -> None:
 @json_option
 def join(results: tuple[Path, ...], out: Path, as_json: bool) -> None:
     """Make one result of RESULTS that measured different cases of one thing: the same code, chip, toolchain and
-    options, as several GPUs of a host do at a time. --out gets rows.jsonl, bench.json and bench.csv.
+    options, as several GPUs of a host do at a time. --out gets rows.jsonl and bench.json.
 
     Exit status 2 when they cannot be read, are not of one thing, or two have measured the same case; nothing is
     written then."""
@@ -140,18 +144,6 @@ def join(results: tuple[Path, ...], out: Path, as_json: bool) -> None:
         show(whole, written)
 
 
-def _separate(files: dict[str, Path | None]) -> None:
-    """Raise ArgumentError if a file would overwrite another, or an input."""
-    seen: dict[Path, str] = {}
-    for option, path in files.items():
-        if path is None:
-            continue
-        place = path.resolve()
-        if place in seen and (place.is_file() or not place.exists()):  # no pipe or terminal
-            raise ArgumentError("bench report", option, str(path), f"must be another file than that of {seen[place]}")
-        seen[place] = option
-
-
 def _of_a_run(argument: str, path: Path) -> Result:
     """Read the results of one run. Raises ArgumentError for a comparison of releases, beside which each has its own."""
     from portattn.tools.bench import comparison
@@ -164,15 +156,14 @@ def _of_a_run(argument: str, path: Path) -> Result:
 
 
 def write(result: Result, folder: Path) -> list[Path]:
-    """Write bench.json and bench.csv; return their paths. Without a figure no earlier file is overwritten."""
-    from portattn.tools.bench import report as bench_report
+    """Write bench.json; return its path. Without a figure no earlier file is overwritten."""
+    from portattn.tools.bench.report import document
 
-    as_json, as_csv = folder / "bench.json", folder / "bench.csv"
-    if not result.done and as_json.exists():
+    path = folder / "bench.json"
+    if not result.done and path.exists():
         return []
-    write_whole(as_json, msgspec.json.format(msgspec.json.encode(bench_report.document(result)), indent=1) + b"\n")
-    write_whole(as_csv, bench_report.as_csv(result).encode())
-    return [as_json, as_csv]
+    write_whole(path, msgspec.json.format(msgspec.json.encode(document(result)), indent=1) + b"\n")
+    return [path]
 
 
 def show(result: Result, written: list[Path]) -> None:

@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -27,7 +26,6 @@ PIPED_WIDTH = 10_000  # columns; no row is wider
 EVERY = 500  # written files between two lines
 
 F = TypeVar("F", bound=Callable[..., Any])
-Shown = TypeVar("Shown")
 
 
 def json_option(function: F) -> F:
@@ -80,18 +78,6 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console = Console(highlight=False, width=PIPED_WIDTH)
     console.print(shown)
-
-
-def write_texts(what: Shown, files: Iterable[tuple[Path | None, Callable[[Shown], str]]]) -> list[Path]:
-    from portattn.files import write_named
-
-    written = []
-    for path, text in files:
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_named(path, text(what).encode())
-            written.append(path)
-    return written
 
 
 @contextmanager

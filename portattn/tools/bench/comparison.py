@@ -12,7 +12,7 @@ from portattn.errors import DataError
 from portattn.tools import run_log
 from portattn.tools.bench.cases import SETS
 from portattn.tools.bench.contenders import MINE
-from portattn.tools.bench.report import csv_text, document, mean, number, table
+from portattn.tools.bench.report import document, mean, number, table
 from portattn.tools.bench.results import Figures, Result, Row, decode
 from portattn.tools.bench.rounds import ratio
 from portattn.tools.run_log import UNREADABLE
@@ -246,10 +246,3 @@ def as_markdown(whole: Comparison) -> str:
     text = ["\n".join(runs), "## Sets", table(*set_lines(whole.sets))]
     text += ["## Cases", FIGURES, table(*case_lines(whole.cases, whole.started))]
     return "\n\n".join(text) + "\n"
-
-
-def as_csv(whole: Comparison) -> str:
-    figures = OfRelease.__struct_fields__
-    rows = [(c.set, c.case, c.contender, release, c.best, *(getattr(of, name) for name in figures))
-            for c in whole.cases for release, of in c.releases.items()]  # fmt: skip
-    return csv_text(("set", "case", "contender", "release", "best", *figures), rows)

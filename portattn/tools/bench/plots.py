@@ -16,21 +16,20 @@ from portattn.tools.bench.contenders import MINE, OURS
 from portattn.tools.bench.peers import REFERENCES
 from portattn.tools.bench.results import Result, Row
 
-FORMATS = ("svg", "png")
 OTHER = ("#BBBBBB", ".", "-")
 Position = tuple[int, int, int]  # keys, batch, query rows: an abscissa
 PANEL = (4.4, 3.2)  # inches
 
 
 def draw(result: Result, folder: Path) -> list[Path]:
-    """Write NAME.svg and .png for each set with several lengths; return the paths. PortattnError without matplotlib."""
+    """Write NAME.svg for each set with several lengths; return the paths. PortattnError without matplotlib."""
     figure = figure_class()
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for name in result.sets:
         rows = [row for row in result.of(name) if any(f.ms is not None for f in row.contenders)]
         if len({_position(row.case) for row in rows}) > 1:
-            written += _figure(figure, name, rows, result, folder)
+            written.append(save(_figure(figure, name, rows, result), folder / f"{name}.svg"))
     return written
 
 
@@ -54,14 +53,11 @@ def figure_class() -> Callable[..., Any]:
     return figure
 
 
-def save(shown: Any, folder: Path, name: str) -> list[Path]:
-    paths = []
-    for form in FORMATS:
-        data, path = io.BytesIO(), folder / f"{name}.{form}"
-        shown.savefig(data, format=form, dpi=150, metadata={"Date": None} if form == "svg" else None)
-        write_whole(path, data.getvalue())
-        paths.append(path)
-    return paths
+def save(shown: Any, path: Path) -> Path:
+    data = io.BytesIO()
+    shown.savefig(data, format="svg", metadata={"Date": None})
+    write_whole(path, data.getvalue())
+    return path
 
 
 def lines(rows: Iterable[Row]) -> dict[str, dict[Position, float]]:
@@ -100,7 +96,7 @@ def _facet(case: Case) -> str:
     return ", ".join([case.dtype, *(word for word, told in words.items() if told)])
 
 
-def _figure(figure: Callable[..., Any], name: str, rows: list[Row], result: Result, folder: Path) -> list[Path]:
+def _figure(figure: Callable[..., Any], name: str, rows: list[Row], result: Result) -> Any:
     by_panel = panels(rows)
     facets, dims = list(dict.fromkeys(facet for facet, _ in by_panel)), sorted({dim for _, dim in by_panel})
     shown = figure(figsize=(PANEL[0] * len(dims), PANEL[1] * len(facets) + 0.9), layout="constrained")
@@ -115,7 +111,7 @@ def _figure(figure: Callable[..., Any], name: str, rows: list[Row], result: Resu
     run = result.runs[rows[0].run]
     shown.suptitle(f"{name}: {run.chip}, {run.toolchain}, {run.date[:10]}", fontsize=11)
     shown.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=6, fontsize=8, frameon=False)
-    return save(shown, folder, name)
+    return shown
 
 
 def _panel(axes: Any, rows: list[Row], title: str, result: Result, handles: dict[str, Any], batch: bool) -> None:
@@ -169,7 +165,7 @@ BESIDE = 0.6  # of a case's width: releases' marks stand side by side in it, so 
 
 
 def draw_releases(whole: Comparison, folder: Path) -> list[Path]:
-    """Write releases-SET.svg and .png for sets with several cases of ours. Raises PortattnError without matplotlib."""
+    """Write releases-SET.svg for sets with several cases of ours. Raises PortattnError without matplotlib."""
     figure = figure_class()
     folder.mkdir(parents=True, exist_ok=True)
     written = []
@@ -177,7 +173,7 @@ def draw_releases(whole: Comparison, folder: Path) -> list[Path]:
         metric, series = release_series(cases, whole.started)
         if len(cases) > 1 and any(value is not None for line in series.values() for value in line):
             shown = _releases_figure(figure, name, whole, cases, metric, series)
-            written += save(shown, folder, f"releases-{name}")
+            written.append(save(shown, folder / f"releases-{name}.svg"))
     return written
 
 

@@ -1,7 +1,5 @@
-"""Summaries of sets, bench.json, CSV, Markdown; results compare by leads over a peer, as a card's clock drifts."""
+"""Summaries of sets, bench.json, Markdown; results compare by leads over a peer, as a card's clock drifts."""
 
-import csv
-import io
 import math
 import statistics
 from collections.abc import Iterable, Sequence
@@ -128,39 +126,6 @@ def by_set(found: Iterable[ContenderChange]) -> list[SetChange]:
 def slower(found: Sequence[ContenderChange], tolerance: float) -> list[ContenderChange]:
     """Return the changes that lost more than `tolerance` of their lead over the peer."""
     return [change for change in found if change.change is not None and change.change < 1 - tolerance]
-
-
-OF_CASE = ("set", "case", "op", "timing", "flops", "read_bytes", "floor_ms", "limit", "budget", "best_peer")
-OF_CONTENDER = (
-    "contender", "path", "ms", "ms_low", "ms_high", "tflops", "tbs", "of_floor", "ratio", "graph_ms", "graph_ratio",
-    "host_us", "host_us_low", "host_us_high", "extra_bytes", "error", "refused", "no_graph",
-)  # fmt: skip
-
-
-def as_csv(result: Result) -> str:
-    rows = []
-    for row in result.rows:
-        of_case = row.set, row.name, row.case.op, row.case.timing, *(getattr(row, name) for name in OF_CASE[4:])
-        rows += [(*of_case, *_cells(figures)) for figures in row.contenders]
-    return csv_text((*OF_CASE, *OF_CONTENDER), rows)
-
-
-def csv_text(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(columns)
-    writer.writerows(["" if cell is None else cell for cell in row] for row in rows)
-    return text.getvalue()
-
-
-def _cells(f: Figures) -> list[object]:
-    low, high = (min(f.rounds_ms), max(f.rounds_ms)) if f.rounds_ms else (None, None)
-    host = f.host_us
-    spread = (host.median, host.low, host.high) if host else (None, None, None)
-    return [
-        f.name, f.path, f.ms, low, high, f.tflops, f.tbs, f.of_floor, f.ratio, f.graph, f.graph_ratio, *spread,
-        f.extra_bytes, f.error, f.refused, f.no_graph,
-    ]  # fmt: skip
 
 
 def as_markdown(result: Result) -> str:

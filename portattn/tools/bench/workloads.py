@@ -15,7 +15,7 @@ from portattn.files import write_whole
 from portattn.testing.tolerance import budget, largest
 from portattn.tools import run_log
 from portattn.tools.bench.contenders import Contender
-from portattn.tools.bench.report import csv_text, table
+from portattn.tools.bench.report import table
 from portattn.tools.bench.results import provenance
 from portattn.tools.bench.rounds import DeviceClock, interleaved, ratio
 from portattn.worker.own_kernels import load
@@ -278,9 +278,3 @@ def _cell(row: Row, name: str) -> str:
 
 def as_markdown(found: WorkloadResult) -> str:
     return table(*shown_table(found.rows)) + "\n"
-
-
-def as_csv(found: WorkloadResult) -> str:
-    cells = (cell for row in found.rows for cell in row.items())
-    columns = list(dict.fromkeys(name for name, value in cells if not isinstance(value, (dict, list))))
-    return csv_text(columns, [[row.get(name) for name in columns] for row in found.rows])

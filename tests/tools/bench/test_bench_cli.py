@@ -81,7 +81,6 @@ def test_a_set_is_timed(tmp_path):
     assert made_["ceilings"] == {"gemm_tflops": 800.0, "copy_tbs": 4.0}
     assert json.loads((tmp_path / "bench.json").read_text())["rows"] == told["rows"]
     assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == 3
-    assert (tmp_path / "bench.csv").read_text().count("seed decode") == 2
     text = bench(*SEED[:-1], "torch").stdout
     assert "seed decode" in text
 
@@ -154,10 +153,10 @@ def test_jobs_compile_first_what_is_still_to_be_measured(tmp_path, monkeypatch):
 @pytest.mark.usefixtures("device")
 def test_an_end_before_the_first_row_leaves_earlier_figures(tmp_path, monkeypatch):
     assert bench(*SEED, "--out", str(tmp_path)).exit_code == 0
-    before = {name: (tmp_path / name).read_bytes() for name in ("bench.json", "bench.csv")}
+    before = (tmp_path / "bench.json").read_bytes()
     monkeypatch.setattr(run, "run_cells", Mock(side_effect=KeyboardInterrupt))
     called = bench(*SEED, "--out", str(tmp_path), exits=130)
-    assert {name: (tmp_path / name).read_bytes() for name in before} == before
+    assert (tmp_path / "bench.json").read_bytes() == before
     assert "written" not in called.stdout
 
 
@@ -241,23 +240,13 @@ def saved(folder, ours=1.0, theirs=1.2):
 def test_report_needs_no_device(tmp_path, monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)  # a row is a line
     saved(tmp_path / "run")
-    files = ("--markdown", str(tmp_path / "doc" / "a.md"), "--csv", str(tmp_path / "a.csv"))
-    called = bench("report", str(tmp_path / "run"), *files, exits=0)
+    called = bench("report", str(tmp_path / "run"), "--markdown", str(tmp_path / "doc" / "a.md"), exits=0)
     for part in ("a chip, triton==3.6.0, torch 2.11", "1.20× fa3/vllm", "flex: no package"):
         assert part in called.stdout
     assert "## decode" in (tmp_path / "doc" / "a.md").read_text()
-    assert len((tmp_path / "a.csv").read_text().splitlines()) == 13
     told = json.loads(bench("report", str(tmp_path / "run" / "rows.jsonl"), "--json").stdout)
     assert told["summaries"][0]["worst"] == pytest.approx(1.2)
     assert told["written"] == []
-
-
-def test_report_draws(tmp_path):
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    saved(tmp_path / "run")
-    called = bench("report", str(tmp_path / "run"), "--plots", str(tmp_path / "plots"), exits=0)
-    assert (tmp_path / "plots" / "decode.svg").exists()
-    assert "decode.png" in called.stdout
 
 
 def test_compare(tmp_path):

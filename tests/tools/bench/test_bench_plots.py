@@ -53,15 +53,12 @@ def test_files(tmp_path):
     one = made("dense-short-q", SETS["dense-short-q"][0], figures("portattn", 1.0))
     result = a_result(*rows("dense18"), *rows("decode"), one)
     written = plots.draw(result, tmp_path / "new")
-    assert sorted(path.name for path in written) == ["decode.png", "decode.svg", "dense18.png", "dense18.svg"]
+    assert sorted(path.name for path in written) == ["decode.svg", "dense18.svg"]
     svg = (tmp_path / "new" / "dense18.svg").read_text()
     assert svg.count('<g id="axes_') == 6
     assert plots.styles()["fa3"][0].lower() in svg
-    assert (tmp_path / "new" / "decode.png").read_bytes()[:4] == b"\x89PNG"
     again = plots.draw(result, tmp_path / "again")
-    assert [path.read_bytes() for path in again if path.suffix == ".svg"] == [
-        path.read_bytes() for path in written if path.suffix == ".svg"
-    ]
+    assert [path.read_bytes() for path in again] == [path.read_bytes() for path in written]
 
 
 def test_without_matplotlib(tmp_path, monkeypatch):

@@ -1,6 +1,5 @@
 """`portattn bench report` of a releases.json: what the run showed, its files, and errors of files that are none."""
 
-import csv
 import json
 import sys
 from pathlib import Path
@@ -69,21 +68,15 @@ def test_files_of_before_chips_were_kept(tmp_path):
     assert called.stdout.startswith("3.6.0: triton==3.6.0\n")
 
 
-def test_markdown_and_csv(tmp_path):
+def test_markdown(tmp_path):
     file = saved(tmp_path / "releases.json", whole())
-    markdown, as_csv = tmp_path / "new" / "a.md", tmp_path / "new" / "a.csv"
-    called = bench("report", str(file), "--markdown", str(markdown), "--csv", str(as_csv), "--json", exits=0)
-    assert json.loads(called.stdout)["written"] == [str(markdown), str(as_csv)]
+    markdown = tmp_path / "new" / "a.md"
+    called = bench("report", str(file), "--markdown", str(markdown), "--json", exits=0)
+    assert json.loads(called.stdout)["written"] == [str(markdown)]
     assert markdown.read_text() == comparison.as_markdown(whole())
     assert markdown.read_text().startswith(
         "- a chip, triton==3.6.0\n- a chip, triton==3.8.0\n- triton==3.9.0: no such symbol\n\n## Sets\n"
     )
-    lines = list(csv.DictReader(as_csv.open()))
-    assert len(lines) == 2 * len(SETS["decode"])
-    assert lines[1] == {
-        "set": "decode", "case": SETS["decode"][0].name, "contender": "portattn", "release": "3.8.0", "best": "3.6.0",
-        "ms": "2.0", "graph_ms": "", "host_us": "", "of_best": "0.5", "ratio": "1.5", "path": "triton", "refused": "",
-    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -104,8 +97,8 @@ def test_markdown_and_csv(tmp_path):
 def test_a_file_that_is_none_is_one_error(tmp_path, document, problem):
     file = tmp_path / "releases.json"
     file.write_bytes(document if isinstance(document, bytes) else msgspec.json.encode(document))
-    out = [tmp_path / name for name in ("a.md", "a.csv", "plots")]
-    called = bench("report", str(file), "--markdown", str(out[0]), "--csv", str(out[1]), "--plots", str(out[2]))
+    out = [tmp_path / name for name in ("a.md", "plots")]
+    called = bench("report", str(file), "--markdown", str(out[0]), "--plots", str(out[1]))
     assert called.exit_code == 2
     assert isinstance(called.exception, SystemExit)
     assert called.stderr.startswith(f"portattn: {file}: ")
@@ -156,7 +149,7 @@ def test_plots(tmp_path):
     cases = [case for case in found.cases if case.case != SETS["prefill"][0].name]  # one of two: no figure
     file = saved(tmp_path / "releases.json", msgspec.structs.replace(found, cases=cases))
     called = bench("report", str(file), "--plots", str(tmp_path / "a"), "--json", exits=0)
-    names = [f"releases-{name}.{form}" for name in ("decode", "dense18") for form in ("svg", "png")]
+    names = [f"releases-{name}.svg" for name in ("decode", "dense18")]
     assert json.loads(called.stdout)["written"] == [str(tmp_path / "a" / name) for name in names]
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == sorted(names)
     assert bench("report", str(file), "--plots", str(tmp_path / "b")).exit_code == 0
@@ -237,13 +230,10 @@ def test_a_comparison_is_no_run(tmp_path, command):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("markdown", "as_csv"), [("releases.json", "r.csv"), ("r.md", "releases.json"), ("r.md", "r.md")]
-)  # fmt: skip
-def test_no_file_is_written_over_another(tmp_path, markdown, as_csv):
+def test_the_results_are_not_written_over(tmp_path):
     file = saved(tmp_path / "releases.json", whole())
     before = file.read_bytes()
-    called = bench("report", str(file), "--markdown", str(tmp_path / markdown), "--csv", str(tmp_path / as_csv))
+    called = bench("report", str(file), "--markdown", str(file))
     assert called.exit_code == 2
     assert "must be another file than that of" in called.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["releases.json"]

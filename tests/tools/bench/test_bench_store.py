@@ -140,9 +140,7 @@ def test_parts_become_one(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert [(call.case, call.run) for call in whole.first_calls] == [("first paged", 1)]
     assert (len(whole.runs), whole.left) == (3, [("paged", PAGED[2].name)])
-    assert json.loads(done.stdout)["written"] == [
-        str(tmp_path / "whole" / name) for name in ("bench.json", "bench.csv")
-    ]
+    assert json.loads(done.stdout)["written"] == [str(tmp_path / "whole" / "bench.json")]
     with results.Store(tmp_path / "whole") as file:
         assert file.resume(a_run()).rows == whole.rows, "a run can go on with it"
 
