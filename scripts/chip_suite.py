@@ -3,7 +3,6 @@
     python scripts/chip_suite.py --out .chip                                       # tests that run on the device
     python scripts/chip_suite.py --out .chip --triton /tmp/triton-3.8.0            # the same by another Triton
     python scripts/chip_suite.py --out .chip --seconds 560                         # stop then; run again for the rest
-    python scripts/chip_suite.py --out .chip --report                              # what ran so far, and nothing more
 
 Each test adds a line to `.chip/<chip>-<toolchain>.jsonl`. A run leaves out what has passed by the file that lies there,
 and runs what failed or was skipped after the rest. A file of other source code, torch, Triton or GPUs is refused.
@@ -86,12 +85,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=0.0, help="stop after so many; 0: when all have run")
     parser.add_argument("--jobs", type=int, default=0, help=f"test processes; {PROCESSES_A_GPU} a GPU, one a core")
     parser.add_argument("--all", action="store_true", help="also the tests that use no device, after the others")
-    parser.add_argument("--report", action="store_true", help="only say what ran")
     parser.add_argument("--json", action="store_true", help="the summary as JSON")
     given = parser.parse_args(words[:at])
     before = {one: signal.signal(one, signal.default_int_handler) for one in (signal.SIGTERM, signal.SIGHUP)}
     try:  # these signals end all processes, as Ctrl-C does
-        found = reported(given.out) if given.report else [run(given, words[at + 1 :])]
+        found = run(given, words[at + 1 :])
     except (Failed, PortattnError, OSError) as failed:
         print(f"chip_suite: {failed}", file=sys.stderr)
         return 2
@@ -102,9 +100,9 @@ def main(arguments: list[str] | None = None) -> int:
         for one, handler in before.items():
             signal.signal(one, handler)
     print(json.dumps(found, indent=2) if given.json else as_text(found))
-    if not given.report and not found[0]["complete"]:
+    if not found["complete"]:
         return 3
-    return 1 if any(one["failed"] or one["collection"] for one in found) else 0
+    return 1 if found["failed"] or found["collection"] else 0
 
 
 def run(given: argparse.Namespace, of_pytest: list[str]) -> dict[str, Any]:
@@ -287,32 +285,17 @@ def summary(results: Path, begin: int = 0) -> dict[str, Any]:
     )
 
 
-def reported(out: Path) -> list[dict[str, Any]]:
-    """Return summaries of all files of results in a folder, without `collection`; other files are named."""
-    if not out.is_dir():
-        raise Failed(f"--out {out}: no such folder")
-    found = []
-    for results in sorted(out.glob("*.jsonl")):
-        try:
-            found.append(summary(results) | {"collection": []})
-        except Failed as failed:
-            print(f"chip_suite: left out: {failed}", file=sys.stderr)
-    return found
-
-
-def as_text(found: list[dict[str, Any]]) -> str:
-    lines = []
-    for one in found:
-        damaged = f", {one['damaged']} damaged lines" if one["damaged"] else ""
-        lines.append(
-            f"{one['chip']} {one['toolchain']}, torch {one['torch']}, {len(one['gpus'])} × {one['gpus'][0]}: "
-            f"{one['passed']} passed, {one['failed']} failed, {one['skipped']} skipped{damaged} ({one['file']})"
-        )
-        lines += [f"  NOT COLLECTED {bad['file']}: {_last(bad['why'])}" for bad in one["collection"]]
-        lines += [f"  FAILED {bad['test']}: {_last(bad['why'])}" for bad in one["failures"]]
-        if not one.get("complete", True):
-            lines.append("  not all have run: the same command runs the rest")
-    return "\n".join(lines) or "nothing has run"
+def as_text(found: dict[str, Any]) -> str:
+    damaged = f", {found['damaged']} damaged lines" if found["damaged"] else ""
+    lines = [
+        f"{found['chip']} {found['toolchain']}, torch {found['torch']}, {len(found['gpus'])} × {found['gpus'][0]}: "
+        f"{found['passed']} passed, {found['failed']} failed, {found['skipped']} skipped{damaged} ({found['file']})"
+    ]
+    lines += [f"  NOT COLLECTED {bad['file']}: {_last(bad['why'])}" for bad in found["collection"]]
+    lines += [f"  FAILED {bad['test']}: {_last(bad['why'])}" for bad in found["failures"]]
+    if not found["complete"]:
+        lines.append("  not all have run: the same command runs the rest")
+    return "\n".join(lines)
 
 
 def _last(text: str) -> str:

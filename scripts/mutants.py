@@ -134,26 +134,11 @@ def _ended(status: int | None, output: str, mutant: Mutant) -> tuple[Outcome, st
     return "broken", f"pytest ended with {status}, and no test failed:\n{output}"  # 1 is failing tests'
 
 
-def summary(findings: Sequence[Finding]) -> dict[str, dict[str, int | float]]:
-    """Return each group's number of mutants by outcome, and the share that was caught."""
-    counts: dict[str, Counter[str]] = {}
-    for found in findings:
-        counts.setdefault(found.group, Counter())[found.outcome] += 1
-    return {
-        group: {
-            **dict(sorted(count.items())),
-            "caught": round(sum(count[name] for name in CAUGHT) / count.total(), 3),
-        }
-        for group, count in counts.items()
-    }
-
-
 def report(findings: Sequence[Finding]) -> int:
     left = [found for found in findings if found.outcome not in CAUGHT]
     for found in left:
         print(f"{found.outcome:10} {found.name}\n           {found.detail}")
-    for group, counts in summary(findings).items():
-        print(f"{group}: " + ", ".join(f"{name} {count}" for name, count in counts.items()))
+    print(", ".join(f"{name} {count}" for name, count in Counter(found.outcome for found in findings).items()))
     if any(found.outcome in ("stale", "broken") for found in left):
         return 2
     return 1 if left else 0

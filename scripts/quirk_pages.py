@@ -1,8 +1,5 @@
-"""The registry as pages: `python scripts/quirk_pages.py` prints the catalogue of quirks.
+"""The registry as pages of the site (scripts/site_pages.py): a catalogue of quirks; probes' results × toolchains."""
 
-With `--verification` it prints the probes' results, quirks × toolchains. The site has both (scripts/site_pages.py)."""
-
-import sys
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -109,9 +106,3 @@ def _said(quirk: Quirk) -> dict[str, str]:
     if quirk.evidence.upstream.startswith("http"):
         said["Source"] += f" ([upstream]({quirk.evidence.upstream}))"
     return said
-
-
-if __name__ == "__main__":
-    known = Registry.load()
-    by_entry = render(known.quirks.values(), load_left_out())
-    sys.stdout.write(render_verification(known) if "--verification" in sys.argv[1:] else by_entry)

@@ -70,7 +70,7 @@ def test_every_way_in_which_a_mutant_ends(tree: Path) -> None:
     assert found[4].detail == "pytest died of SIGABRT"
     assert "module.py has the old text 0 times" in found[5].detail
     assert (tree / "module.py").read_text().count("a < b") == 1, "only the copy is changed"
-    assert mutants.summary(found)["g"]["caught"] == round(3 / 8, 3)
+    assert mutants.report(found) == 2
 
 
 def test_tests_that_fail_without_a_mutant_say_nothing(tree: Path) -> None:

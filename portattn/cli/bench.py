@@ -72,10 +72,9 @@ def bench(
     backward18, backward_more, all. Peers, as far as this machine has them: sdpa, torch, flex, fa3, flashmla,
     flash_attn, flash_attn_interface, fa4, cudnn-frontend, flashinfer, unquantised, or none.
 
-    Device times are medians over rounds in which all contenders take turns; times from a graph, and the time that
-    enqueuing takes the host, are told apart. --out gets rows.jsonl line by line as cells are done, and bench.json at
-    the end. With --budget cells are measured in an order that covers every set first; what --jobs
-    compiles beforehand does not count, and takes half as long at most.
+    Times are medians over rounds in which all contenders take turns. --out gets rows.jsonl line by line as cells
+    are done, and bench.json at the end. With --budget cells are measured in an order that covers every set first;
+    what --jobs compiles beforehand does not count, and takes half as long at most.
 
     With --release, portattn is timed with each of these releases of Triton: the installed one, the lab's, or FOLDER's
     (scripts/pack_triton.py). They and the peers take turns. --out gets releases.json and releases.md, which compare

@@ -153,8 +153,7 @@ def warmup(specs: Path, device: str | None, jobs: int | None, as_json: bool) -> 
 
     A size that varies is a name: "k": "bf16[2,8,S,128]" with "sizes": {"S": "1..4096"}, or a list of sizes.
 
-    Files on disk (Triton's cache, compile records, canaries, the launcher in C) spare later processes the compiles;
-    caches in memory end with this process: in the serving process, call portattn.warmup with the same specs.
+    Files on disk spare later processes the compiles: in the serving process, call portattn.warmup with the same specs.
 
     Exit status 1: a call could not be warmed up. 3: SPECS.json has no call."""
     import warnings

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from portattn.cli import INTERRUPTED, RED
+from portattn.cli.matrix_compare import command_line
 from portattn.cli.output import ProgressCounter, emit_json, json_option, table, target_option, toolchain_option
 from portattn.errors import ArgumentError
 from portattn.schema.tuning import TIMED_SPILLS
@@ -201,12 +200,10 @@ def tune(
     from portattn.tools.tune.search import TuningDeviceLost
 
     device = None if compile_only or by_bound else _device(where)
-    ours = Path(sys.argv[0]).name in ("portattn", "__main__.py")  # else another program, which has arguments of its own
-    command = shlex.join(["portattn", *sys.argv[1:]]) if ours else "portattn tune"
     as_today = spills is None and device is not None
     if spills is None:
         spills = TIMED_SPILLS if device is not None else 0
-    made = origin(where, device is not None, chosen, command, spills, commit, fixed, by_bound)
+    made = origin(where, device is not None, chosen, command_line("tune"), spills, commit, fixed, by_bound)
     options = TuneOptions(
         budget=budget, jobs=jobs, seconds=seconds, spills=spills, spills_as_today=as_today, candidates=candidates,
         rounds=rounds, only=fixed, by_bound=by_bound,

@@ -140,10 +140,6 @@ def in_rank(rank: int, what: Any, host: Host, folder: Path, until: float) -> Non
     dist.barrier()
 
 
-def run_cases(names: list[str], run: context_parallel_ranks.Run) -> dict[str, list[str]]:
-    return context_parallel_cases.run(names, run.device)
-
-
 def correctness(host: Host, folder: Path, until: float) -> dict[str, Any]:
     jobs = []
     if host.device == "cuda":
@@ -154,7 +150,7 @@ def correctness(host: Host, folder: Path, until: float) -> dict[str, Any]:
     ended: dict[str, Any] = {}
     for place, names in enumerate(context_parallel_cases.groups()):
         mine = replace(host, only_nccl=place % 2 == 1)
-        cases_of = functools.partial(run_cases, names)
+        cases_of = functools.partial(context_parallel_cases.run, names)
         job = Job(f"cases {place}", cases_of, mine, folder, until)
         named[job.name] = names
         jobs.append(job)

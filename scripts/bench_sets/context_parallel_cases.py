@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
+from context_parallel_ranks import Run
 
 BASE: dict[str, Any] = {
     "batch": 1, "heads_q": 8, "heads_k": 2, "length": 1024, "width": 128, "dtype": "bf16", "causal": True,
@@ -52,7 +52,7 @@ def groups() -> list[list[str]]:
     return [[name] for name in trained[:11]] + [trained[11:13], trained[13:], decoded[:2], decoded[2:4], decoded[4:]]
 
 
-def run(names: list[str], device: torch.device) -> dict[str, list[str]]:
+def run(names: list[str], rank: Run) -> dict[str, list[str]]:
     """Return by case the results that are over their budget."""
     tests = Path(__file__).parents[2] / "tests"
     sys.path[:0] = [str(tests / "distributed"), str(tests)]
@@ -60,19 +60,19 @@ def run(names: list[str], device: torch.device) -> dict[str, list[str]]:
     import rank_cases
 
     decode_ranks.GARBAGE_PAGE = PAGE
-    found = {}
+    found, device = {}, rank.device.type
     for seed, name in enumerate(names):
         if name in DECODED:
             call, fields, how = DECODED[name]
-            how = {"heads": "all", "lengths": LENGTHS, "device": device.type} | how
+            how = {"heads": "all", "lengths": LENGTHS, "device": device} | how
             found[name] = over(decode_ranks.attend(call, CACHE | fields, seed, INTERLEAVE, **how))
             continue
         case = BASE | {"name": name} | TRAINED[name]
         if case.get("dtensor"):
             case["how"] = {"method": "ring", "mesh": (dist.get_world_size(),)}
         parts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, rank_cases.local_results(case, seed, device.type))
-        found[name] = rank_cases.wrong(case, seed, parts, device.type) if dist.get_rank() == 0 else []
+        dist.all_gather_object(parts, rank_cases.local_results(case, seed, device))
+        found[name] = rank_cases.wrong(case, seed, parts, device) if dist.get_rank() == 0 else []
     return found
 
 

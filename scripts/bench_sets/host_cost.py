@@ -227,7 +227,8 @@ def measured(prepare: Prepare, calls: int, seconds: float) -> Row:
     """Time calls, `prepare(i)` making the i-th untimed: at least one, until `seconds` are over."""
     times: list[float] = []
     end = time.monotonic() + seconds
-    with _resting_collector(), _compiles() as compiled:
+    gc.collect()
+    with _compiles() as compiled:
         while len(times) < calls and (not times or time.monotonic() < end):
             call = prepare(len(times))
             if len(times) % QUEUE == 0:
@@ -243,18 +244,6 @@ def measured(prepare: Prepare, calls: int, seconds: float) -> Row:
         "most_us": ordered[-1], "first_us": times[0],
     }  # fmt: skip
     return {"calls": len(times)} | {n: round(us, 2) for n, us in found.items()} | {"compiled": len(compiled)}
-
-
-@contextlib.contextmanager
-def _resting_collector() -> Iterator[None]:
-    was = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 @contextlib.contextmanager
@@ -278,12 +267,14 @@ def _wait() -> None:
 
 @contextlib.contextmanager
 def collected_once() -> Iterator[None]:
-    """Freeze existing objects: each line collects its own garbage, and scanning all imports would outlast its calls."""
+    """Rest the collector, and freeze existing objects: each line collects its own garbage alone, before its times."""
     gc.collect()
     gc.freeze()
+    gc.disable()
     try:
         yield
     finally:
+        gc.enable()
         gc.unfreeze()
 
 

@@ -82,7 +82,7 @@ def test_what_failed_is_run_again_and_what_passed_is_not(script, pytester, monke
     monkeypatch.setenv("PYTEST_ADDOPTS", "-k nothing")
     left_there(pytester, IDENTITY, {"test": "test_some.py::test_that_fails", "outcome": "failed", "seconds": 0.1})
     assert script.main(["--out", "out", "--jobs", "1", "--json"]) == 1
-    found = json.loads(capfd.readouterr().out)[0]
+    found = json.loads(capfd.readouterr().out)
     assert (found["passed"], found["failed"], found["skipped"], found["complete"]) == (2, 1, 1, True)
     assert [bad["test"] for bad in found["failures"]] == ["test_some.py::test_that_fails"]
     assert "not yet" in found["failures"][0]["why"]
@@ -93,7 +93,6 @@ def test_what_failed_is_run_again_and_what_passed_is_not(script, pytester, monke
     assert script.main(["--out", "out", "--jobs", "1", "--all"]) == 0
     assert (pytester.path / "ran").read_text() == "fails skipped without "
     assert "4 passed, 0 failed, 1 skipped" in capfd.readouterr().out
-    assert script.main(["--out", "out", "--report"]) == 0
 
 
 def test_a_worker_that_dies(script: ModuleType, pytester: pytest.Pytester, capfd: pytest.CaptureFixture[str]) -> None:
@@ -172,8 +171,6 @@ def test_a_file_that_is_no_result_is_named(script, pytester, capfd, first):
     file = left_there(pytester, first)
     assert script.main(["--out", "out"]) == 2
     assert "does not begin as results" in capfd.readouterr().err
-    assert script.main(["--out", "out", "--report"]) == 0
-    assert "left out" in capfd.readouterr().err
     assert file.read_text() == first
 
 
@@ -190,7 +187,7 @@ def test_results_of_another_state_are_refused(script, pytester, capfd, name):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--triton", "nothing"], "no folder triton/"), (["--report", "--out", "nowhere"], "no such folder"),
+        (["--triton", "nothing"], "no folder triton/"),
         (["--seconds", "-1"], "neither may be below 0"), ([], "another run is writing there"),
     ],
 )  # fmt: skip

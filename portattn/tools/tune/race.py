@@ -3,7 +3,6 @@
 FINALISTS then take turns with the incumbent, as a capped card is slower after a long call than after a rest. The best
 replaces it by more than the noise: half the spread of the rounds' ratios, at least NOISE, an outlier trimmed."""
 
-import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -13,6 +12,7 @@ import msgspec
 from portattn.tools.bench import rounds
 from portattn.tools.bench.cases import Timing
 from portattn.tools.bench.contenders import Contender
+from portattn.tools.bench.report import geomean
 
 ABANDON = 1.25
 FINALISTS = 5
@@ -91,7 +91,7 @@ def take_turns(runs: Mapping[str, Run], clock: SampleClock, timing: Timing, roun
 
 def mean_ratio(times: Iterable[float], against: Iterable[float]) -> float:
     """Return the geometric mean of times over their counterparts: below 1 is faster."""
-    return _mean(ours / theirs for ours, theirs in zip(times, against, strict=True))
+    return geomean(ours / theirs for ours, theirs in zip(times, against, strict=True))
 
 
 def against(challenger: Sequence[Times], incumbent: Sequence[Times]) -> tuple[float, float]:
@@ -101,7 +101,7 @@ def against(challenger: Sequence[Times], incumbent: Sequence[Times]) -> tuple[fl
         for one, other in zip(challenger, incumbent, strict=True)
     ]
     noise = max([NOISE, *(_spread(some) / 2 for some in ratios)])
-    return _mean(map(statistics.median, ratios)), noise
+    return geomean(map(statistics.median, ratios)), noise
 
 
 def replaces(ratio: float, noise: float) -> bool:
@@ -114,7 +114,3 @@ def _spread(ratios: Sequence[float]) -> float:
         middle = statistics.median(some)
         some.remove(max(some, key=lambda ratio: abs(ratio - middle)))
     return max(some) - min(some)
-
-
-def _mean(ratios: Iterable[float]) -> float:
-    return math.exp(statistics.fmean(map(math.log, ratios)))
