@@ -47,7 +47,6 @@ class Finding(msgspec.Struct, frozen=True):
     """One mutant's outcome; detail: the change, or why it counts so."""
 
     name: str
-    group: str
     outcome: Outcome
     detail: str = ""
 
@@ -114,14 +113,14 @@ def run_by_hand(root: Path, mutants: Sequence[Mutant], seconds: float) -> Iterat
             changed = mutant.applied(text)
             if changed is None:
                 times = text.count(mutant.old)
-                yield Finding(mutant.name, mutant.group, "stale", f"{mutant.file} has the old text {times} times")
+                yield Finding(mutant.name, "stale", f"{mutant.file} has the old text {times} times")
                 continue
             file.write_text(changed, encoding="utf-8")
             try:
                 status, output = run_tests(copy, mutant.tests, seconds)
             finally:
                 file.write_text(text, encoding="utf-8")
-            yield Finding(mutant.name, mutant.group, *_ended(status, output, mutant))
+            yield Finding(mutant.name, *_ended(status, output, mutant))
 
 
 def _ended(status: int | None, output: str, mutant: Mutant) -> tuple[Outcome, str]:

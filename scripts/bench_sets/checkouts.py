@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 ROUNDS = 3
 LOOPS, CALLS = 60, 100
-LEAST_CALLS = 3  # the first of a process plans, and touches new memory
 # name -> (q shape, Hk, Sk, dtype, arguments)
 CASES: dict[str, tuple[tuple[int, int, int, int], int, int, str, dict[str, object]]] = {
     "(1,32,2048,128) bf16 causal": ((1, 32, 2048, 128), 32, 2048, "bfloat16", {"causal": True}),
@@ -147,7 +146,7 @@ def cpu_child(who: str, case: str) -> dict[str, float] | None:
     least = spent = time.process_time() - begun
     calls = 1
     peak = resident("VmHWM") - held - out.numel() * out.element_size()  # type: ignore[attr-defined]
-    while spent < 1.0 or calls < LEAST_CALLS:
+    while spent < 1.0 or calls < 3:  # the first of a process plans, and touches new memory
         begun = time.process_time()
         run()
         taken = time.process_time() - begun

@@ -88,10 +88,6 @@ def test_why_names_the_variants_that_a_quirk_is_about(portattn):
     assert {"gluon_forward", "dense_forward"} <= set(uses["any-0004-carried-bound"])
 
 
-def test_audit_of_the_shipped_registry_is_green(portattn):
-    assert portattn("quirks", "audit", exits=0).out.endswith("0 warnings\n")
-
-
 def test_audit_of_a_broken_folder_is_red_with_file_and_line(portattn, tmp_path):
     (tmp_path / "cuda").mkdir()
     source = next((shipped_quirks() / "cuda").glob("*.toml"))

@@ -72,10 +72,6 @@ class Times(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return cls(least=seen[0], median=statistics.median(seen), most=seen[-1], rounds=tuple(rounds))
 
 
-def should_abandon(times: Times, best: float) -> bool:
-    return times.least > ABANDON * best
-
-
 def take_turns(runs: Mapping[str, Run], clock: SampleClock, timing: Timing, rounds: int) -> dict[str, Times]:
     """Time all runs in turn, `rounds` times after one untimed round, alternating the direction."""
     samples: dict[str, list[float]] = {name: [] for name in runs}

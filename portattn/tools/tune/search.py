@@ -264,7 +264,7 @@ class Race:
                 if times is None:
                     continue
                 entrant.times[load.name] = times
-                if race.should_abandon(times, best) and not entrant.incumbent:
+                if times.least > race.ABANDON * best and not entrant.incumbent:
                     self._say(load, entrant, "abandoned", f"{times.median / best:.2f} times the best so far")
                     continue
                 best = min(best, times.median)
