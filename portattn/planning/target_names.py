@@ -76,9 +76,10 @@ def mentioned_chips(text: str, arches: Arches, words: Words) -> dict[tuple[str, 
 
 
 def bare_chips(text: str, arches: Arches) -> dict[tuple[str, str], str]:
-    """Return the words by which a text names each (backend, arch) without a maker: `MI300X`, `rtx 4090`, `T4 GPU`.
+    """Return the words by which a text names each (backend, arch) without a maker: `MI300X`, `2080 Ti`, `T4 GPU`.
 
-    A name of one arch alone counts. A short one (`L2`) stands beside `GPU` or, if less short, behind `on`."""
+    A name of one arch alone counts. A short one (`L2`) stands beside `GPU` or, if less short, behind `on`; a number
+    (`4090`) likewise, and no unit follows it. One pass over the text, which may have 64 MiB."""
     whole: dict[str, set[tuple[str, str]]] = {}
     shorter: dict[str, set[tuple[str, str]]] = {}
     for backend, known in arches.items():
@@ -86,35 +87,50 @@ def bare_chips(text: str, arches: Arches) -> dict[tuple[str, str], str]:
             for chip in (*chips(described.title), *described.names):
                 parts = _APART.split(chip)
                 whole.setdefault(chip, set()).add((backend, arch))
-                for name in (" ".join(parts[:last]) for last in range(1, len(parts))):
+                series = parts[0] in _NUMBERED and len(parts) > 1
+                lasts = [parts[first:last] for first in (0, 1)[: 1 + series] for last in range(first + 1, len(parts) + 1)]
+                for name in (" ".join(some) for some in lasts if len(some) < len(parts)):
                     shorter.setdefault(name, set()).add((backend, arch))
                 shorter.setdefault(re.sub(r"(?<=\d{3})[A-Z]+$", "", chip), set()).add((backend, arch))  # MI300
     named = {name: min(pairs) for name, pairs in {**shorter, **whole}.items() if len(pairs) == 1}
+    names = {
+        _squeezed(name).lower(): name
+        for name in named
+        if any(map(str.isdigit, name)) or (" " in name and name in whole)
+        if len(shorter.get(name, ())) <= 1 and not _SERIES.fullmatch(name)
+    }
+    starts: dict[str, list[str]] = {}  # by the first character, on which an alternation is fast
+    for name in sorted(names.values(), key=len, reverse=True):  # `RTX 4000 Ada` before `RTX 4000`
+        first, *rest = r"[ \t_-]?".join(map(re.escape, _APART.split(name)))
+        starts.setdefault(f"[{first.lower()}{first.upper()}]", []).append("".join(rest))
+    scan = "|".join(f"{first}(?i:{'|'.join(rests)})" for first, rests in starts.items())
     found: dict[tuple[str, str], str] = {}
-    lines = dict.fromkeys(text.splitlines())
-    lowered = [(line.lower(), line) for line in lines]
-    squeezed = _plain("\n".join(lines))
-    occurring = [name for name in named if _plain(name) in squeezed]  # a log may have 64 MiB, and most names not
-    for name in sorted(occurring, key=len, reverse=True):  # `RTX 4000 Ada` before `RTX 4000`
-        digits = sum(map(str.isdigit, name))
-        worded = digits or (" " in name and name in whole)
-        if not worded or name.isdigit() or len(shorter.get(name, ())) > 1 or _SERIES.fullmatch(name):
-            continue
-        pattern = r"(?<![\w.])" + r"[ \t_-]?".join(map(re.escape, _APART.split(name))) + r"(?![\w.]*\w)"
-        length = len(_plain(name))
-        after = r"(?<=\bGPU )|(?<=\bGPU: )" + (r"|(?<=\bon )" if length >= _SHORTEST_ON else "")
-        alone = [pattern] if length >= _SHORTEST_ALONE else []
-        beside = rf"(?i:(?:{after}){pattern}|{pattern}(?= GPUs?\b))"
-        pattern = rf"(?i:{pattern})" if length >= _SHORTEST_OF_ANY_CASE else "|".join([beside, *alone])
-        head = _APART.split(name)[0].lower()
-        if match := re.search(pattern, "\n".join(line for low, line in lowered if head in low)):
+    for match in re.finditer(rf"(?<![\w.])(?:{scan})(?![\w.]*\w)", text):
+        words = _squeezed(match.group())
+        name, length = names[words.lower()], len(words)
+        before, after = text[max(match.start() - 12, 0) : match.start()], text[match.end() : match.end() + 16]
+        behind = _GPU_BEFORE.search(before) or (length >= _SHORTEST_ON and _ON_A.search(before))
+        if words.isdigit():
+            alone = behind and _NO_AMOUNT.match(after)
+        else:
+            own_case = words == _squeezed(name)
+            alone = behind or length >= (_SHORTEST_ALONE if own_case else _SHORTEST_OF_ANY_CASE)
+        if alone or _GPU_AFTER.match(after):
             found.setdefault(named[name], match.group())
-            lowered = [(rest.lower(), rest) for _, line in lowered for rest in [re.sub(pattern, " ", line)]]
     return found
 
 
+def _squeezed(text: str) -> str:
+    return "".join(_BETWEEN.split(text))
+
+
+_NUMBERED = ("RTX", "GTX", "RX")  # series of which people say the number alone: `my 2080 Ti`
+_GPU_BEFORE = re.compile(r"\bGPU:? $", re.IGNORECASE)
+_GPU_AFTER = re.compile(r" (?:GPU|graphics|card)s?\b", re.IGNORECASE)
+_ON_A = re.compile(r"\bon (?:an? |my |the )?$", re.IGNORECASE)
+_NO_AMOUNT = re.compile(r"[.,;:)]*(?:\s*$|\n| (?:and|but|with|without|it|when)\b)")
 # A series and no chip: `RTX 2000`, of which an `RTX 2000 Ada` is no member.
-_SERIES = re.compile(r"RTX [1-9]000?")
+_SERIES = re.compile(r"(?:RTX )?[1-9]000?")
 _SHORTEST_ON = 3  # characters of a name that `on` may stand before
 _SHORTEST_ALONE = 4
 _SHORTEST_OF_ANY_CASE = 5

@@ -20,7 +20,7 @@ from portattn.tools.quirks.failure_log import Episodes, Line, Recogniser, Stream
 _OWN_WORDS = re.compile(r"^[\w. ]+ at (parse|ttir|ttgir|llir|ptx|cubin|amdgcn|hsaco|ttadapter|load): ", re.MULTILINE)
 UNKNOWN = "unknown"
 _CRASHED = re.compile(
-    r"SIGSEGV|SIGABRT|Segmentation fault|^Aborted|\bAborted +\(core dumped\)|IOT instruction|LLVM ERROR|Assertion `"
+    r"SIGSEGV|SIGABRT|Segmentation fault|^Aborted|\bAborted +\(core dumped\)|IOT instruction|LLVM ERROR|Assertion [`']"
     r"|UNREACHABLE executed|exit ?(?:status|code)\s*[:=]?\s*(?:134|139|-6|-11)\b|died of signal|core dumped",
     re.MULTILINE,
 )
@@ -229,7 +229,8 @@ def _without(log: Stream, lines: list[Line]) -> str:
 # What a text says of the chip that something takes, and that this one may not be: "requires .target sm_100 or higher".
 _WANTED = re.compile(
     r"(?:\b(?:requir\w*|needs?|at least|instead of|works?|only|unlike|not on|older)\b|(?<!not )(?<!n't )\bsupported\b)"
-    r"[^\n]*|\bpre[- ]\w+|\b\w+(?:\+|,? (?:or|and) (?:higher|newer|later|above|greater|up)\b)",
+    r"[^\n]*|\bpre[- ]\w+|\b\w+(?:\+|,? (?:or|and) (?:higher|newer|later|above|greater|up)\b)"
+    r"|\b\w*ARCH\w*=[^\s;,]+[;,]\S*|-gencode\S*|architecture flags:[^\n]*",  # the chips that something was built for
     re.IGNORECASE,
 )
 
@@ -307,8 +308,8 @@ def _chip(text: str, registry: Registry, owner: LogValue | None) -> tuple[LogVal
     globs = [
         glob.replace("?", "[0-9A-Za-z]").replace("*", "[0-9A-Za-z]*") for _, arch in every for glob in arch.devices
     ]
-    devices = [rf"\b(?P<chip>{glob})\b" for glob in globs if glob[:1].isalpha()]
-    for match in _found(text, (*patterns().chips, *devices)):
+    devices = rf"\b(?P<chip>{'|'.join(glob for glob in globs if glob[:1].isalpha())})\b"
+    for match in _found(text, (*patterns().chips, devices)):
         kind, chip, words = match.groupdict().get("kind") or "", match["chip"], " ".join(match.group().split())
         if (kind and kind not in kinds) or not (kind or chip.isdigit() or chip.lower().startswith((*prefixes,))):
             continue
@@ -332,7 +333,8 @@ def _chip(text: str, registry: Registry, owner: LogValue | None) -> tuple[LogVal
         [((found_in, name), words)] = named.items()
         known = name in arches[found_in]
         return LogValue(found_in, words), LogValue(name, words) if known else None, "" if known else name
-    return None, None, ""
+    makers = {found_in: words for (found_in, _), words in named.items()}
+    return (LogValue(*makers.popitem()) if len(makers) == 1 else None), None, ""
 
 
 def _arch_of(kind: str, chip: str, arches: _Arches) -> tuple[str, str] | None:
