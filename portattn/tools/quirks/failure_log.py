@@ -234,7 +234,7 @@ def _unwrapped(lines: list[Line]) -> Iterator[Line]:
             rest = rest[: next(others, len(rest))]
             wholes = itertools.accumulate((one.text.strip() for one in (line, *rest)), _rejoined)
             last, whole = next(((n, text) for n, text in enumerate(wholes) if "' failed" in text), (0, ""))
-            if "Assertion `" in whole:
+            if "Assertion `" in whole or "Assertion '" in whole:
                 line, end = Line(line.number, whole, line.stream), at + last + 1
         yield line
         at = end
@@ -252,7 +252,7 @@ _ENDS = re.compile(
     r"(?!\n+(?:[ \t]|///|During handling|The above exception|loc\(|\[Convert|error:|[\"')]))"
     r"|^\s*///-+\[ERROR\]\[Triton\]\[END\]-*$"
     r"|^(?:.*\bcore dumped\b.*|Aborted|Segmentation fault|exit status \d+)$"
-    r"|^.*(?:Assertion `.*' failed\.?|UNREACHABLE executed at .*|LLVM ERROR: (?!Cannot select: (?:0x|t\d)).*)$"
+    r"|^.*(?:Assertion [`'].*' failed\.?|UNREACHABLE executed at .*|LLVM ERROR: (?!Cannot select: (?:0x|t\d)).*)$"
     r"|^(?:FAILED|PASSED|ERROR) \S+::.*$",
     re.MULTILINE,
 )
