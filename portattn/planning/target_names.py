@@ -87,10 +87,12 @@ def bare_chips(text: str, arches: Arches) -> dict[tuple[str, str], str]:
             for chip in (*chips(described.title), *described.names):
                 parts = _APART.split(chip)
                 whole.setdefault(chip, set()).add((backend, arch))
-                series = parts[0] in _NUMBERED and len(parts) > 1
-                lasts = [parts[first:last] for first in (0, 1)[: 1 + series] for last in range(first + 1, len(parts) + 1)]
-                for name in (" ".join(some) for some in lasts if len(some) < len(parts)):
-                    shorter.setdefault(name, set()).add((backend, arch))
+                firsts = range(len(parts)) if parts[0] in (*_NUMBERED, *_LETTERED) else range(1)
+                for first, last in ((f, n) for f in firsts for n in range(f + 1, len(parts) + 1)):
+                    name = " ".join(parts[first:last])
+                    number = name.isdigit() and first == 1 and parts[0] in _NUMBERED
+                    if name != chip and (not first or number or len(name) >= _SHORTEST_OF_ANY_CASE):
+                        shorter.setdefault(name, set()).add((backend, arch))
                 shorter.setdefault(re.sub(r"(?<=\d{3})[A-Z]+$", "", chip), set()).add((backend, arch))  # MI300
     named = {name: min(pairs) for name, pairs in {**shorter, **whole}.items() if len(pairs) == 1}
     names = {
@@ -124,7 +126,8 @@ def _squeezed(text: str) -> str:
     return "".join(_BETWEEN.split(text))
 
 
-_NUMBERED = ("RTX", "GTX", "RX")  # series of which people say the number alone: `my 2080 Ti`
+_NUMBERED = ("RTX", "GTX", "RX")  # series that people leave out before the number: `my 2080 Ti`
+_LETTERED = ("AI", "PRO", "Quadro")  # likewise, before a letter and a number: `W7900`
 _GPU_BEFORE = re.compile(r"\bGPU:? $", re.IGNORECASE)
 _GPU_AFTER = re.compile(r" (?:GPU|graphics|card)s?\b", re.IGNORECASE)
 _ON_A = re.compile(r"\bon (?:an? |my |the )?$", re.IGNORECASE)

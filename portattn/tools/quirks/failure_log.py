@@ -94,7 +94,7 @@ _NEARLY_ALL = 0.9  # of a log's lines, before a plain prefix is taken for one
 _FEW = 3  # lines, too few to tell whether all lines of a log have a prefix
 _MOST_PREFIXES = 8  # of one line
 # An exception in the words of repr(): its line breaks are two characters.
-_QUOTED = re.compile(r"(?:CompilationError|OutOfResources)\((['\"])at \d+:\d+:\\n")
+_QUOTED = re.compile(r"\b\w*(?:Error|Exception|OutOfResources)\((['\"])[^\n]*?(?<!\\)\\n")
 _END_OF_REPR = re.compile(r"['\"]\)>?\s*$")
 _ASSERTING = re.compile(r"\w\.(?:cpp|h|cc|inc):\d+:")
 _MOST_WRAPPED = 6  # lines that follow the first of an assertion
@@ -220,7 +220,7 @@ def _joined(lines: Iterable[Line]) -> list[Line]:
 
 
 def _unquoted(text: str) -> list[str]:
-    return _END_OF_REPR.sub("", text).split("\\n") if _QUOTED.search(text) else [text]
+    return re.split(r"(?<!\\)\\n", _END_OF_REPR.sub("", text)) if _QUOTED.search(text) else [text]
 
 
 def _unwrapped(lines: list[Line]) -> Iterator[Line]:
