@@ -93,7 +93,7 @@ class CudaBackend(Backend):
     compiler_words = ("ptxas",)
     compiler_says = (
         "Triton PTX codegen error", "llvm.nvvm.", "Triton Error [CUDA]", "TritonNvidiaGPU", "NvidiaMma", "nvidia_mma",
-        "triton-nvidia-gpu-", "'fp8e4b15'",
+        "triton-nvidia-", "'fp8e4b15'", "CUDA arch <", "CUDA: Error-", "nvvm.", " ttng.",
     )  # fmt: skip
     # As nvidia-smi and torch print them; `1g.10gb` is a part of a chip (MIG).
     device_words = (

@@ -52,8 +52,8 @@ class RocmBackend(Backend):
     compiler_folders = ("backends/amd/", "third_party/amd/")
     compiler_words = ("llvm-amdgpu",)
     compiler_says = (
-        "AMDGPU DAG->DAG", "%llvm.amdgcn.", "TritonAMDGPU", "Triton Error [HIP]", "AMDMfma", "AMDWmma", "amd_mfma",
-        "amd_wmma", "triton-rocm", "amdgcn-amd-amdhsa",
+        "AMDGPU DAG->DAG", "%llvm.amdgcn.", "TritonAMD", "Triton Error [HIP]", "AMDMfma", "AMDWmma", "amd_mfma",
+        "amd_wmma", "triton-rocm", "amdgcn-amd-amdhsa", "tritonamdgpu-", "rocdl.", "triton_amd",
     )  # fmt: skip
     device_words = (
         "amd", "instinct", "radeon", "tm", "r", "gpu", "graphics", "accelerator", "oam", "vf", "[0-9]*gb",

@@ -66,7 +66,7 @@ def mentioned_chips(text: str, arches: Arches, words: Words) -> dict[tuple[str, 
             meant = [
                 (backend, arch)
                 for backend, name in told.items()
-                if not name.isdigit()
+                if not name.isdigit() or (len(name) == _DIGITS and not _AMOUNT.match(" ".join(parts)))
                 for arch in known.get((backend, name), ())
             ]
             if meant:
@@ -131,6 +131,8 @@ _LETTERED = ("AI", "PRO", "Quadro")  # likewise, before a letter and a number: `
 _GPU_BEFORE = re.compile(r"\bGPU:? $", re.IGNORECASE)
 _GPU_AFTER = re.compile(r" (?:GPU|graphics|card)s?\b", re.IGNORECASE)
 _ON_A = re.compile(r"\bon (?:an? |my |the )?$", re.IGNORECASE)
+_DIGITS = 4  # of a product's number
+_AMOUNT = re.compile(r"GPUs? |.* \d{4} [kMG]i?B\b", re.IGNORECASE)  # `GPU 3080 MB`
 _NO_AMOUNT = re.compile(r"[.,;:)]*(?:\s*$|\n| (?:and|but|with|without|it|when)\b)")
 # A series and no chip: `RTX 2000`, of which an `RTX 2000 Ada` is no member.
 _SERIES = re.compile(r"(?:RTX )?[1-9]000?")

@@ -320,13 +320,18 @@ def _chip(text: str, registry: Registry, owner: LogValue | None) -> tuple[LogVal
     # No compiler's own words: a name alone counts where the log names one chip only, and does not ask for it.
     words_of = {backend: described.device_words for backend, described in registry.backends.items()}
     bare = _WANTED.sub("", text)
-    named = target_names.mentioned_chips(bare, arches, words_of)
+    products = target_names.mentioned_chips(bare, arches, words_of)
+    named: dict[tuple[str, str], str] = {}
     unknown: dict[tuple[str, str], str] = {}
     for prefix, backend in prefixes.items():  # sm87 is written for sm_87, too
         for number in re.findall(rf"\b{re.escape(prefix.rstrip('_'))}_?(\d{{2,4}}[a-z]?)\b", bare.lower()):
             name = next((n for n in (prefix + number, _VARIANT.sub("", prefix + number)) if n in arches[backend]), "")
             (named if name else unknown)[backend, name or prefix + number] = prefix + number
-    named = named or (unknown if len(unknown) == 1 else {}) or target_names.bare_chips(bare, arches)
+    if named or products or len(unknown) != 1:  # a product counts less than an arch, whoever names it
+        products = products if named else target_names.bare_chips(bare, arches) | products
+        named |= products
+    else:
+        named = unknown
     if len(named) > 1 and owner:
         named = {pair: words for pair, words in named.items() if pair[0] == owner.value}
     if len(named) == 1:
