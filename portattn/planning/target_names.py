@@ -107,7 +107,7 @@ def bare_chips(text: str, arches: Arches) -> dict[tuple[str, str], str]:
         starts.setdefault(f"[{first.lower()}{first.upper()}]", []).append("".join(rest))
     scan = "|".join(f"{first}(?i:{'|'.join(rests)})" for first, rests in starts.items())
     found: dict[tuple[str, str], str] = {}
-    for match in re.finditer(rf"(?<![\w.])(?:{scan})(?![\w.]*\w)", text):
+    for match in re.finditer(rf"(?:(?<![\w.])|(?<=\b\dx))(?:{scan})(?![\w.]*\w)", text):
         words = _squeezed(match.group())
         name, length = names[words.lower()], len(words)
         before, after = text[max(match.start() - 12, 0) : match.start()], text[match.end() : match.end() + 16]

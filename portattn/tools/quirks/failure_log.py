@@ -180,7 +180,7 @@ def _of_a_file_driver(line: str) -> str:
 
 
 def _has_nearly_all(lines: list[Line], prefix: Prefix) -> bool:
-    said = [line.text for line in lines if line.text.strip()]
+    said = [line.text for line in lines if line.text.strip() and not line.text.startswith("# ")]  # a report's title
     return len(said) >= _FEW and sum(map(bool, map(prefix.regex.match, said))) >= _NEARLY_ALL * len(said)
 
 
