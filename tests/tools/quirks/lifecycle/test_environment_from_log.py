@@ -1,9 +1,12 @@
 """What a log says of chip, compiler and kernel is read from it; what it does not say stays unknown."""
 
+import time
+
 import pytest
 from lifecycle_logs import CASES, facts_of, read
 
 from portattn.errors import ArgumentError
+from portattn.planning.target_names import bare_chips
 from portattn.tools.quirks import failure_facts
 from portattn.tools.quirks.draft_texts import title_of
 from portattn.tools.quirks.failure_facts import excerpts, request_in
@@ -26,6 +29,12 @@ def test_names_of_chips(text, chip, registry):
     found = environment_in(text, "mlir", registry)
     backend, arch = (part.value if part else "" for part in (found.backend, found.arch))
     assert (f"{backend}:{arch}" if arch else f"{backend}/{found.chip}".removesuffix("/" if not backend else "")) == chip
+
+
+def test_a_long_line_of_hexadecimal_digits_takes_no_time(registry):
+    begun = time.process_time()
+    assert not bare_chips("a100f4090" * 220_000, registry.arches)
+    assert time.process_time() - begun < 0.3
 
 
 def test_a_fork_is_not_taken_for_the_triton_that_it_reports(registry):
