@@ -103,20 +103,20 @@ def bare_chips(text: str, arches: Arches) -> dict[tuple[str, str], str]:
     }
     starts: dict[str, list[str]] = {}  # by the first character, on which an alternation is fast
     for name in sorted(names.values(), key=len, reverse=True):  # `RTX 4000 Ada` before `RTX 4000`
-        first, *rest = r"[ \t_-]?".join(map(re.escape, _APART.split(name)))
-        starts.setdefault(f"[{first.lower()}{first.upper()}]", []).append("".join(rest))
-    scan = "|".join(f"{first}(?i:{'|'.join(rests)})" for first, rests in starts.items())
+        pattern = r"[ \t_-]?".join(map(re.escape, _APART.split(name)))
+        starts.setdefault(pattern[0], []).append(pattern[1:])
+    scan = "|".join(f"[{start}{start.lower()}](?i:{'|'.join(rests)})" for start, rests in starts.items())
     found: dict[tuple[str, str], str] = {}
-    for match in re.finditer(rf"(?:(?<![\w.])|(?<=\b\dx))(?:{scan})(?![\w.]*\w)", text):
+    for match in re.finditer(rf"(?:(?<![\w.])|(?<=\b\dx))(?:{scan})(?![\w.]*\w)", text, re.ASCII):
         words = _squeezed(match.group())
         name, length = names[words.lower()], len(words)
         before, after = text[max(match.start() - 12, 0) : match.start()], text[match.end() : match.end() + 16]
         behind = _GPU_BEFORE.search(before) or (length >= _SHORTEST_ON and _ON_A.search(before))
         if words.isdigit():
-            alone = behind and _NO_AMOUNT.match(after)
+            alone = bool(behind and _NO_AMOUNT.match(after))
         else:
             own_case = words == _squeezed(name)
-            alone = behind or length >= (_SHORTEST_ALONE if own_case else _SHORTEST_OF_ANY_CASE)
+            alone = bool(behind) or length >= (_SHORTEST_ALONE if own_case else _SHORTEST_OF_ANY_CASE)
         if alone or _GPU_AFTER.match(after):
             found.setdefault(named[name], match.group())
     return found
