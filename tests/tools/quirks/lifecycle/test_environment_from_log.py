@@ -46,17 +46,6 @@ def test_a_fork_is_not_taken_for_the_triton_that_it_reports(registry):
     assert named.compiler == "triton-ascend==3.2.0"
 
 
-def test_two_chips_in_a_log_are_no_chip_and_one_that_portattn_does_not_know_is_said(registry):
-    assert environment_in("built for gfx942 and gfx950", "mlir", registry).arch is None
-    assert environment_in("built for gfx942, gfx942", "mlir", registry).arch.value == "gfx942"
-    found = environment_in('module attributes {ttg.target = "hip:gfx1153"} {', "mlir", registry)
-    assert (found.backend.value, found.arch, found.chip) == ("rocm", None, "gfx1153")
-    other = "NVIDIA H100; AMD Instinct MI300X in the next rack\n"
-    found = environment_in(f'{other}  File "/opt/triton/backends/nvidia/compiler.py", line 1\n', "mlir", registry)
-    told = (found.backend.value, found.arch.value, found.arch.words)
-    assert told == ("cuda", "sm_90", "NVIDIA H100"), "of two makers the one whose compiler failed"
-
-
 def test_what_is_named_counts_more_than_the_log(registry):
     found = facts_of("triton-3.2-sm_120", registry, target="cuda:sm_120", toolchain="triton==3.2.0,ptxas==12.4.99")
     assert (found.backend, found.arches, found.compiler) == ("cuda", ("sm_120",), "triton==3.2.0")
