@@ -6,11 +6,10 @@ A function is called once with tensors without data; the operations that it runs
 from __future__ import annotations
 
 import functools
-import math
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -21,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from portattn.errors import ArgumentError
 from portattn.kernels import score_program
 from portattn.kernels.score_program import INPUTS, Node, ScoreProgram
-from portattn.reference.score_functions import MADE_OF, divide_to_zero, evaluate, on_rows
+from portattn.reference.score_functions import MADE_OF, divide_to_zero, evaluate, on_rows, power
 
 _KINDS = {torch.bool: "b", torch.int8: "i", torch.uint8: "i", torch.int16: "i", torch.int32: "i", torch.int64: "l"}
 
@@ -47,6 +46,7 @@ _READS = ("_local_scalar_dense", "item", "is_nonzero", "equal")
 _ROUNDED = {torch.float16: "half", torch.bfloat16: "bfloat16"}
 MOST_ELEMENTS = 16  # of a row, each of which is a load
 _FILLED = {"zeros_like": 0.0, "ones_like": 1.0, "new_zeros": 0.0, "new_ones": 1.0, "zeros": 0.0, "ones": 1.0}
+_INTEGERS = {"i": 32, "l": 64}  # bits of kinds
 _DTYPES = {"f": torch.float32, "i": torch.int32, "l": torch.int64, "b": torch.bool}
 
 
@@ -121,19 +121,29 @@ class _Recorder(TorchDispatchMode):
             raise self.refuse(f"a {type(value).__name__} is no operand of a score")
         return found if kind is None else self.cast(found, kind)
 
-    def kind_of(self, word: str) -> str:
+    def kind_of(self, word: str, value: Any = None) -> str:
+        """Return the kind of an operand. value: its tensor, whose dtype is a constant's kind."""
         number = score_program.literal(word)
         if number is not None:
+            if isinstance(value, torch.Tensor):
+                return self._kind_of_dtype(value.dtype)
             return score_program.KINDS_OF_NUMBERS[type(number)]
         return "f" if word == "score" else self.kinds.get(word, "i")
 
     def cast(self, word: str, kind: str) -> str:
         own, number = self.kind_of(word), score_program.literal(word)
-        if own == kind or (number is not None and {own, kind} == {"i", "l"}):
+        if own == kind and (number is None or kind not in _INTEGERS):
             return word
         if number is not None:
-            return _number({"f": float, "i": int, "l": int, "b": bool}[kind](number))
+            return self.constant({"f": float, "i": int, "l": int, "b": bool}[kind](number), kind)
         return self.emit(f"to_{kind}", kind, word)
+
+    def constant(self, number: float, kind: str) -> str:
+        """Return the operand of a number. Raise _Refusal if the kernel's integers do not hold it: torch's wrap."""
+        if kind in _INTEGERS and not -(2 ** (_INTEGERS[kind] - 1)) <= number < 2 ** (_INTEGERS[kind] - 1):
+            hint = " (hint: q_idx.long())" if kind == "i" else ""
+            raise self.refuse(f"the constant {number} does not fit int{_INTEGERS[kind]}{hint}")
+        return _number(number)
 
     def capture(self, tensor: torch.Tensor) -> _Indexed:
         if tensor.ndim == 0 and tensor.is_meta:  # made of a score, as by new_tensor
@@ -262,13 +272,13 @@ class _Recorder(TorchDispatchMode):
                     raise self.refuse(f"{name} of a captured tensor that has an index for some axes alone")
                 word = _Indexed(word.number, word.indices, word.detached or name == "detach")
                 return self.fresh(word, args[0].dtype, args[0].shape)
-            kind = self.kind_of(word)
+            kind = self.kind_of(word, args[0])
             return self.emit("detach", kind, word) if name == "detach" and kind == "f" else word, kind
         if name in _FILLED or name in ("full", "full_like", "new_full", "scalar_tensor"):
             value = _FILLED.get(name, args[0] if name == "scalar_tensor" else args[-1])
             like = args[0] if args and isinstance(args[0], torch.Tensor) else None
             dtype = kwargs.get("dtype") or (like.dtype if like is not None else None)
-            kind = self._kind_of_dtype(dtype) if dtype else score_program.KINDS_OF_NUMBERS[type(value)]
+            kind = self._kind_of_dtype(dtype) if dtype else {bool: "b", int: "l", float: "f"}[type(value)]
             return self.cast(_number(value), kind), kind
         if name == "index":
             return self.index(args[0], args[1])
@@ -280,14 +290,19 @@ class _Recorder(TorchDispatchMode):
             given = [each for each in args[1:] if isinstance(each, torch.dtype)]
             dtype = kwargs.get("dtype") or (given[0] if given else None)
             word = self.word(args[0])
-            kind = self._kind_of_dtype(dtype) if dtype else self.kind_of(word)
+            kind = self._kind_of_dtype(dtype) if dtype else self.kind_of(word, args[0])
             word = self.cast(word, kind)
             return self.emit(_ROUNDED[dtype], kind, word) if dtype in _ROUNDED else word, kind
         if name in ("copy", "fill"):
-            kind = self.kind_of(self.word(args[0]))
+            kind = self.kind_of(self.word(args[0]), args[0])
             return self.word(args[1], kind), kind
         if name == "pow":
-            return self.power(args[0], args[1])
+            number = score_program.literal(self.word(args[1]))
+            with self:
+                made = power(args[0], args[1] if number is None else number)
+            if made is None:
+                raise self.refuse("a power needs a number as its exponent, or a number above 0 as its base")
+            return made
         if name in ("reciprocal", "rsub"):
             words = (1.0 if name == "reciprocal" else args[1], args[0])
             return self.operation("div" if name == "reciprocal" else "sub", words, kwargs)
@@ -313,28 +328,29 @@ class _Recorder(TorchDispatchMode):
             op = "floordiv"
         elif kwargs.get("rounding_mode") == "trunc":
             with self:
-                return self.word(made := divide_to_zero(*args)), self.kind_of(self.word(made))
+                return (word := self.word(made := divide_to_zero(*args))), self.kind_of(word, made)
         if op in ("add", "sub") and kwargs.get("alpha", 1) != 1:
             args = (args[0], self.tensor("mul", args[1], kwargs["alpha"]))
         words = [self.word(value) for value in args]
         if op == "where":
-            kind = self.promoted(words[1:])
+            kind = self.promoted(args[1:], words[1:])
             return self.emit(op, kind, self.cast(words[0], "b"), *(self.cast(word, kind) for word in words[1:])), kind
-        kind = self.promoted(words)
+        kind = self.promoted(args, words)
         if op in _FLOATING:
             kind = "f"
         words = [self.cast(word, kind) for word in words]
         if op in ("floordiv", "mod"):
             return self.division(op, kind, words), kind
-        name = self.emit(op, "b" if op in _BOOLS else kind, *words)
+        kind = "b" if op in _BOOLS else kind
+        name = self.emit(op, kind, *words)
         if op in ("add", "mul", "minimum", "maximum") and all(map(self.is_nonnegative, words)):
             self.nonnegative.add(name)
-        return name, self.kind_of(name)
+        return name, kind
 
     def bits(self, name: str, op: str, args: Any) -> tuple[str, str]:
         """Return the result of a logical operation, which takes any numbers as bools, or one on each bit."""
         words = [self.word(value) for value in args]
-        kind = "b" if name.startswith("logical") else self.promoted(words)
+        kind = "b" if name.startswith("logical") else self.promoted(args, words)
         if kind == "f":
             raise self.refuse(f"{name} takes no floating-point number")
         if op == "not" and kind != "b":
@@ -355,10 +371,10 @@ class _Recorder(TorchDispatchMode):
         number = score_program.literal(word)
         return word in self.nonnegative if number is None else number >= 0
 
-    def promoted(self, words: list[str]) -> str:
+    def promoted(self, values: Sequence[Any], words: Sequence[str]) -> str:
         """Return the kind of an operation's result: torch's rule, by which a number changes no wider tensor."""
-        kinds = {self.kind_of(word) for word in words}
-        tensors = {self.kind_of(word) for word in words if score_program.literal(word) is None}
+        pairs = [(value, self.kind_of(word, value)) for value, word in zip(values, words, strict=True)]
+        kinds, tensors = {kind for _, kind in pairs}, {kind for value, kind in pairs if isinstance(value, torch.Tensor)}
         if "f" in kinds:
             return "f"
         if "l" in tensors or not tensors:
@@ -369,35 +385,6 @@ class _Recorder(TorchDispatchMode):
         """Return the result of an operation as a tensor that later operations take."""
         word, kind = self.operation(op, args, {})
         return self.fresh(word, _DTYPES[kind])
-
-    def power(self, base: Any, exponent: Any) -> tuple[str, str]:
-        number = exponent if not isinstance(exponent, torch.Tensor) else score_program.literal(self.word(exponent))
-        if number == 0:
-            kind = self.kind_of(self.word(base))
-            return self.cast("1", kind), kind
-        if number is not None and 2 * number == int(2 * number) and abs(number) <= 8:
-            factors = [base] * int(abs(number)) + [self.tensor("sqrt", base)] * (number != int(number))
-            made: Any = functools.reduce(functools.partial(self.tensor, "mul"), factors, cast("Any", 1))
-            return self.operation("div", (1.0, made), {}) if number < 0 else self.operation("mul", (made, 1), {})
-        if number is not None and number == number // 1 and abs(number) <= 1024:  # by squares, of any sign
-            square, made, left = base, None, int(abs(number))
-            while left:
-                if left & 1:
-                    made = square if made is None else self.tensor("mul", made, square)
-                left >>= 1
-                square = self.tensor("mul", square, square) if left else square
-            return self.operation("div", (1.0, made), {}) if number < 0 else self.operation("mul", (made, 1), {})
-        if type(base) is int and base > 0 and number is None and self.kind_of(self.word(exponent)) in ("i", "l"):
-            kind = self.kind_of(self.word(exponent))
-            power = self.tensor("exp2", self.tensor("mul", exponent, math.log2(base)))
-            whole = self.word(self.tensor("floor", self.tensor("add", power, 0.5)), kind)
-            negative = self.tensor("lt", exponent, 0)
-            return self.operation("where", (negative, int(base == 1), self.fresh(whole, _DTYPES[kind])), {})
-        if isinstance(base, (int, float)) and base > 0:  # aˣ = 2^(x·log₂ a)
-            return self.operation("exp2", (self.tensor("mul", exponent, math.log2(base)),), {})
-        if number is not None:
-            return self.operation("exp2", (self.tensor("mul", self.tensor("log2", base), number),), {})
-        raise self.refuse("a power needs a number as its exponent, or a number above 0 as its base")
 
     def index(self, tensor: torch.Tensor, indices: Any) -> Any:
         found = self.words.get(id(tensor))
@@ -486,7 +473,7 @@ def trace(op: str, name: str, function: Any) -> tuple[ScoreProgram, list[torch.T
             raise
         limit = f"must not decide by a tensor's value; {recorder.place()}: {str(error).splitlines()[0]}"
         raise ArgumentError(op, name, shown, limit + " (hint: torch.where)") from error
-    kind = recorder.kind_of(word)
+    kind = recorder.kind_of(word, result)
     wanted = "f" if scores else "b"
     if kind != wanted:
         returned = {"f": "a float", "i": "an int32", "l": "an int64", "b": "a bool"}

@@ -35,6 +35,34 @@ def divide_to_zero(a: Any, b: Any) -> torch.Tensor:
     return torch.where((a < 0) != (b < 0), -whole, whole)
 
 
+def power(base: Any, exponent: Any) -> torch.Tensor | None:
+    """Return a power of a tensor and a number; None of two tensors, or of a base that is not above 0."""
+    number = None if isinstance(exponent, torch.Tensor) else exponent
+    if number == 0:
+        return torch.ones_like(base)
+    if number is not None and 2 * number == int(2 * number) and abs(number) <= 8:
+        factors = [base] * int(abs(number)) + [torch.sqrt(base)] * (number != int(number))
+        made = functools.reduce(torch.mul, factors)
+        return torch.reciprocal(made) if number < 0 else made * 1
+    if number is not None and number == number // 1 and abs(number) <= 1024:  # by squares, of any sign
+        square, made, left = base, None, int(abs(number))
+        while left:
+            if left & 1:
+                made = square if made is None else made * square
+            left >>= 1
+            square = square * square if left else square
+        return torch.reciprocal(made) if number < 0 else made * 1
+    if number is not None:
+        return torch.exp2(torch.log2(base) * number)
+    if isinstance(base, torch.Tensor) or base <= 0:
+        return None
+    shares = exponent * math.log2(base)  # aˣ = 2^(x·log₂ a)
+    if type(base) is not int or exponent.is_floating_point() or exponent.dtype is torch.bool:
+        return torch.exp2(shares)
+    whole = torch.floor(torch.exp2(shares) + 0.5).to(exponent.dtype)
+    return torch.where(exponent < 0, int(base == 1), whole)
+
+
 def _clamp(x: torch.Tensor, min: Any = None, max: Any = None) -> torch.Tensor:
     """Return x within limits, numbers or tensors; the names are aten's."""
     for limit, nearest in ((min, torch.maximum), (max, torch.minimum)):

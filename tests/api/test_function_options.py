@@ -30,7 +30,7 @@ WINDOWS: dict[str, tuple[int, int] | None] = {
 } | dict.fromkeys([
     "-8 < (k - q + 1).abs()", "q > k", "q >= k + 1", "(q >= k) | (k < 4)", "q + k >= k + k", "q + OFFSET >= k",
     "q >= k + h", "q.float() >= k", "q.to(torch.int8) >= k", "q != k", "q < q", "(q - k).abs() >= 5", "k < 9",
-    "~((q - k).abs() < 5)", "q - k + 2**30 + 2**30 >= 0", "2 * q >= k", "(q >= k) ^ (q == k)", "q >= k - 2**31",
+    "~((q - k).abs() < 5)", "q - k + 2**30 + 2**30 >= 0", "2 * q >= k", "(q >= k) ^ (q == k)", "q >= k - (2**31 - 1)",
 ])  # fmt: skip
 
 

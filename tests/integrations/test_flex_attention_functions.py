@@ -151,6 +151,8 @@ REFUSED: dict[str, Bad] = {
     "shared": (lambda s, b, h, q, kv: s.detach().add_(1), "add_ writes to a tensor that the function has not made"),
     "bits": (lambda s, b, h, q, kv: s * (s & 1), "bitwise_and takes no floating-point number"),
     "operation": (lambda s, b, h, q, kv: torch.erfinv(s), "aten.erfinv.default is no operation on single scores"),
+    "wide": (lambda s, b, h, q, kv: s + (q + 2**31), "the constant 2147483648 does not fit int32 (hint: q_idx.long())"),
+    "wide cast": (lambda s, b, h, q, kv: s + (torch.tensor(2**40).int() + q), "1099511627776 does not fit int32"),
     "complex": (lambda s, b, h, q, kv: s * torch.ones(3, dtype=torch.complex64)[b].real, "complex64"),
 }  # fmt: skip
 
@@ -292,7 +294,7 @@ def test_a_trace_is_of_all_values_that_a_function_reads(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("transform", ["none", "grad"])
 def test_operations_on_whole_numbers_are_torchs(transform: str) -> None:
-    """Bits of numbers that are no bools, logic of any numbers, narrow numbers, and powers of negative scores."""
+    """Bits of numbers that are no bools, logic of any numbers, narrow and wide ones, and powers of negative scores."""
     (q, k, v), zero = qkv(heads=HEADS), torch.zeros(())
     rows, keys = torch.arange(q.shape[2])[:, None], torch.arange(KEYS)
     u8, i8, i16 = ((torch.arange(KEYS) * 5).to(dtype) for dtype in (torch.uint8, torch.int8, torch.int16))
@@ -300,6 +302,8 @@ def test_operations_on_whole_numbers_are_torchs(transform: str) -> None:
     def function(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
         s = s + (u8[i] - u8[j]) * 0.01 + (u8[j] - 1 > u8[i] * 7) + (~i8[j] << 6) * 1e-3 + (i16[j] * i16[i] * 9) * 1e-5
         bits = (~i) * 0.1 + torch.logical_and(i % 4, j % 3) + torch.logical_or(i % 4, j % 3) * 2
+        wide, narrow = torch.tensor(2**29) * 9, torch.tensor(2**29, dtype=torch.int32) * 9
+        bits = bits + (i < wide) + (i < narrow) + narrow * 1e-9 + (2**40 + torch.tensor(3) + i * 7 - j) % 1000 * 1e-3
         return s**9 * 1e-3 + bits + (i - j).to(torch.uint8) * 0.01 + ((2 ** (i % 5)) & j) * 0.1
 
     call = lambda x: portattn.attention(q + x, k, v, score_mod=function).sum()  # noqa: E731
