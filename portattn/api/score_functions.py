@@ -24,7 +24,7 @@ from portattn.config import current
 from portattn.errors import ArgumentError
 from portattn.kernels import score_program
 from portattn.kernels.score_program import CAPTURES, INPUTS, SIZES, Node, ScoreProgram
-from portattn.launch.torch_compat import in_mode
+from portattn.launch.torch_compat import in_mode, runtime
 from portattn.reference.score_functions import block_lists, block_marks
 from portattn.schema.ops import CAPTURED
 from portattn.validate.features import as_window
@@ -345,7 +345,27 @@ def _text_of_code(op: str, name: str, function: types.FunctionType) -> str:
 
 leave_out("score functions", _traced, "portattn traces score_mod and mask_mod itself, outside the graph")
 
-_lists: OrderedDict[Any, tuple[list[Any], torch.Tensor]] = OrderedDict()
+
+class _Kept(NamedTuple):
+    """Lists of blocks, the tensors that they were made of, and the streams that may read them."""
+
+    of: list[Any]  # weak references
+    lists: torch.Tensor
+    streams: set[int]  # handles: the stream that made them, and those that waited for it; none on a CPU
+    made: Any  # that stream's event
+
+    def wait(self) -> None:
+        """Have the current stream wait for the stream that made the lists, before it reads them the first time."""
+        device = self.lists.device
+        if not self.streams or (own := runtime(device.type).stream(device.index)) in self.streams:
+            return
+        stream = getattr(torch, device.type).current_stream(device)
+        stream.wait_event(self.made)
+        self.lists.record_stream(stream)  # or their memory may go to another tensor while this stream reads it
+        self.streams.add(own)
+
+
+_lists: OrderedDict[Any, _Kept] = OrderedDict()  # the last one that was read is the last
 # By id: the key of a list comes again, of a new tensor in a dead one's place, while a graph still reads the old list.
 _held_for_graphs: dict[int, torch.Tensor] = {}
 
@@ -396,7 +416,8 @@ def made_once(key: Any, tensors: Sequence[torch.Tensor], make: Callable[[], torc
 
     It is made anew of tensors without versions, under a dispatch mode, where it may be a FakeTensor, and in a capture:
     the tensors may be written to before a replay. A list of no tensors is kept for good once a graph has its address.
-    Of the tensors themselves only weak references are held: a list goes with them."""
+    A stream that did not make it waits for the one that did. Of the tensors themselves only weak references are held:
+    a list goes with them."""
     if torch.compiler.is_compiling() or in_mode() or not all(map(_has_version, tensors)):
         return make()
     if tensors and _is_capturing(tensors[0].device):
@@ -404,11 +425,17 @@ def made_once(key: Any, tensors: Sequence[torch.Tensor], make: Callable[[], torc
     # `t.data = other` changes no version, nor does a graph that is replayed.
     key = (key, tuple((id(t), t._version, t.data_ptr()) for t in tensors))
     with _lock:
-        known = _lists.get(key)
-    if known is not None and all(ref() is t for ref, t in zip(known[0], tensors, strict=True)):
-        if _is_capturing(known[1].device):
-            _held_for_graphs[id(known[1])] = known[1]
-        return known[1]
+        known = _lists.pop(key, None)
+        if known is not None and all(ref() is t for ref, t in zip(known.of, tensors, strict=True)):
+            _lists[key] = known
+        else:
+            known = None
+    if known is not None:
+        if _is_capturing(known.lists.device):  # it may wait for no event before it; torch.cuda.graph has synchronized
+            _held_for_graphs[id(known.lists)] = known.lists
+        else:
+            known.wait()
+        return known.lists
     with torch.no_grad():
         made = make()
 
@@ -416,11 +443,20 @@ def made_once(key: Any, tensors: Sequence[torch.Tensor], make: Callable[[], torc
         lists.pop(key, None)
 
     if not _is_capturing(made.device):
+        kept = _Kept([weakref.ref(t, forget) for t in tensors], made, *_made_by(made.device))
         with _lock:
-            _lists[key] = [weakref.ref(t, forget) for t in tensors], made
+            _lists[key] = kept
             while len(_lists) > _MOST_LISTS:
                 _lists.popitem(last=False)
     return made
+
+
+def _made_by(device: torch.device) -> tuple[set[int], Any]:
+    """Return the current stream's handle, in a set, and an event that it records; neither for a device without."""
+    module = getattr(torch, device.type, None)
+    if device.type == "cpu" or not hasattr(module, "current_stream"):
+        return set(), None
+    return {runtime(device.type).stream(device.index)}, module.current_stream(device).record_event()
 
 
 def _has_version(tensor: torch.Tensor) -> bool:

@@ -3,6 +3,7 @@
 import functools
 import warnings
 from collections import OrderedDict
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -336,7 +337,7 @@ def test_a_graph_keeps_lists_of_a_function_without_tensors(monkeypatch: pytest.M
     for capturing in (False, True):
         monkeypatch.setattr(score_functions, "_is_capturing", lambda device, found=capturing: found)
         portattn.attention(q, q, q, mask_mod=lambda b, h, q_idx, kv_idx: q_idx // 8 >= kv_idx // 8)
-    assert [*score_functions._held_for_graphs] == [id(made) for _, made in score_functions._lists.values()]
+    assert [*score_functions._held_for_graphs] == [id(kept.lists) for kept in score_functions._lists.values()]
 
 
 @pytest.mark.parametrize("mode", ["fake", "symbolic"])
@@ -358,3 +359,42 @@ def test_lists_go_with_the_tensors_that_the_mask_reads() -> None:
     assert len(score_functions._lists) == 1
     del document, call
     assert not score_functions._lists
+
+
+def test_another_stream_waits_for_the_stream_that_made_the_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once; the stream that made them never. The CPU's stands in for a device's, which the next test asks."""
+    waited: list[Any] = []
+    monkeypatch.setattr(score_functions, "_lists", OrderedDict())
+    monkeypatch.setattr(score_functions, "_made_by", lambda device: ({7}, "made on 7"))
+    monkeypatch.setattr(torch.cpu, "current_stream", lambda device: SimpleNamespace(wait_event=waited.append))
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda lists, stream: waited.append("recorded"))
+    for handle, events in ((7, []), (7, []), (8, ["made on 7", "recorded"]), (8, []), (9, ["made on 7", "recorded"])):
+        own = SimpleNamespace(stream=lambda index, handle=handle: handle)
+        monkeypatch.setattr(score_functions, "runtime", lambda kind, own=own: own)
+        waited.clear()
+        assert score_functions.made_once("streams", [], lambda: zeros(2)) is not None
+        assert waited == events
+
+
+@pytest.mark.gpu
+def test_lists_that_another_stream_makes_are_whole() -> None:
+    q = torch.randn(1, 2, 2000, 64, device="cuda", dtype=torch.float16)
+    document = torch.arange(2000, device="cuda") // 70
+    call = functools.partial(portattn.attention, q, q, q, mask_mod=lambda b, h, i, j: document[i] >= document[j])
+    right, streams = call(), [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    score_functions._lists.clear()
+    with torch.cuda.stream(streams[0]):
+        torch.cuda._sleep(10**8)  # clock cycles
+        call()
+    with torch.cuda.stream(streams[1]):
+        found = call()
+    torch.cuda.synchronize()
+    assert torch.equal(found, right)
+
+
+def test_the_last_lists_that_were_read_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(score_functions, "_lists", OrderedDict())
+    for key in (0, *range(score_functions._MOST_LISTS), 0, score_functions._MOST_LISTS):
+        score_functions.made_once(key, [], lambda: zeros(2))
+    assert [key for key, _ in score_functions._lists] == [*range(2, score_functions._MOST_LISTS), 0, 32]

@@ -12,6 +12,7 @@ from support import Device
 from torch.nn.attention import flex_attention as torchs
 
 import portattn
+from portattn.api import masks
 from portattn.api.score_functions import cached_trace
 from portattn.integrations.flex_attention import create_block_mask, flex_attention
 from portattn.kernels.score_program import as_softcap, as_window
@@ -134,6 +135,11 @@ def test_lists_of_create_block_mask_add_nothing() -> None:
         assert portattn.last_plan().problem.block_mask, "torch's lists may be anything"
         torch.testing.assert_close(run(block_mask=mask), right)
         assert portattn.last_plan().problem.block_mask == listed
+    own, mask.mask_mod = mask.mask_mod, lambda b, h, q, k: own(b, h, q, k) & (torch.special.bessel_j0(q) < 2)
+    masks._warn_once.cache_clear()
+    with pytest.warns(match="cannot be traced"):
+        torch.testing.assert_close(run(block_mask=mask), right)
+    mask.mask_mod = own
     mask.kv_num_blocks[:] = 0  # the whole blocks are left
     assert not torch.allclose(run(block_mask=mask), right)
 
