@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from portattn.api.score_trace import trace
-from portattn.api.transform_checks import called_while_traced, leave_out, left_out
+from portattn.api.transform_checks import are_dispatched, called_while_traced, leave_out, left_out
 from portattn.config import current
 from portattn.errors import ArgumentError
 from portattn.kernels import score_program
@@ -306,11 +306,7 @@ def traced_score_mod(op: str, score_mod: Any, q: Any) -> Any:
     """Return the program's text of score_mod, and the tensors that it reads."""
     if isinstance(score_mod, str):
         return score_mod, *[None] * CAPTURES
-    # Dynamo knows no closure's cells here, and guards a function by its code.
-    known = torch.compiler.is_dynamo_compiling() and isinstance(score_mod, types.FunctionType)
-    if known and not score_mod.__code__.co_freevars and (text := _text_of_code(op, "score_mod", score_mod)):
-        return None if text == "out score" else text, *[None] * CAPTURES
-    text, *captured = left_out["score functions"](op, "score_mod", score_mod, (None,) * CAPTURES, q)
+    text, *captured = _traced_outside(op, "score_mod", score_mod, (None,) * CAPTURES, q)
     return None if text == "out score" else text, *captured
 
 
@@ -321,7 +317,16 @@ def traced_mask_mod(
     before = (captured_0, captured_1, captured_2, captured_3)
     if isinstance(mask_mod, str):
         return mask_mod, *before
-    return left_out["score functions"](op, "mask_mod", mask_mod, before, q)
+    return _traced_outside(op, "mask_mod", mask_mod, before, q)
+
+
+def _traced_outside(op: str, name: str, function: Any, before: Captured, q: Any) -> Any:
+    """Return `_traced`, outside dynamo's graph unless the function's code alone decides its program."""
+    # Dynamo knows no closure's cells here, and guards a function by its code.
+    known = torch.compiler.is_dynamo_compiling() and isinstance(function, types.FunctionType)
+    if known and not function.__code__.co_freevars and (text := _text_of_code(op, name, function)):
+        return text, *before
+    return left_out["score functions"](op, name, function, before, q)
 
 
 def _traced(op: str, name: str, function: Any, before: Captured, q: Any) -> Any:
@@ -383,6 +388,8 @@ def mask_blocks(
         return block_mask, block_size
     if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and q.ndim == 4 and k.ndim == 4):
         return None, None  # validation raises
+    if torch.compiler.is_dynamo_compiling() or are_dispatched((q,)):  # the operator makes them, of each run's sizes
+        return None, None
     axis = 1 if layout == "bshd" else 2
     sizes = (q.shape[0], q.shape[3 - axis], q.shape[axis], k.shape[axis])
     if min(sizes) == 0 or max(sizes[2:]) <= BLOCK or current().invariant:
@@ -453,7 +460,7 @@ def made_once(key: Any, tensors: Sequence[torch.Tensor], make: Callable[[], torc
 
 def _made_by(device: torch.device) -> tuple[set[int], Any]:
     """Return the current stream's handle, in a set, and an event that it records; neither for a device without."""
-    module = getattr(torch, device.type, None)
+    module: Any = getattr(torch, device.type, None)
     if device.type == "cpu" or not hasattr(module, "current_stream"):
         return set(), None
     return {runtime(device.type).stream(device.index)}, module.current_stream(device).record_event()

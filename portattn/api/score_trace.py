@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._C import DispatchKey, DispatchKeySet, _ExcludeDispatchKeyGuard
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -428,6 +429,9 @@ class _Indexing(TorchFunctionMode):
                 if isinstance(found, torch.Tensor):
                     return found
                 return self.recorder.fresh(found[0], tensor.dtype if found[1] == "i" else _DTYPES[found[1]])
+        if func is torch._C._set_grad_enabled:  # torch.export would put it into its graph
+            with torch._C.DisableTorchFunction():
+                return func(*args)
         return func(*args, **(kwargs or {}))
 
 
@@ -442,6 +446,7 @@ def _number(value: Any) -> str:
     return repr(float(value)) if isinstance(value, float) else repr(value)
 
 
+_EXPORTED = DispatchKeySet(DispatchKey.PreDispatch)  # where torch.export records operations
 _TORCH = os.path.dirname(torch.__file__)
 _OWN = os.path.abspath(__file__)
 
@@ -458,7 +463,8 @@ def trace(op: str, name: str, function: Any) -> tuple[ScoreProgram, list[torch.T
     recorder = _Recorder(getattr(inner, "__code__", getattr(type(inner).__dict__.get("__call__"), "__code__", None)))
     shown = getattr(inner, "__qualname__", type(inner).__name__)
     try:
-        with temporarily_clear_interpreter_stack(), torch.no_grad(), _Indexing(recorder), recorder:
+        outside = temporarily_clear_interpreter_stack(), _ExcludeDispatchKeyGuard(_EXPORTED)
+        with outside[0], outside[1], _Indexing(recorder), torch.no_grad(), recorder:
             given = [recorder.fresh(word, torch.float32 if word == "score" else torch.int32) for word in inputs]
             result = function(*given)
         if isinstance(result, (list, tuple, dict, str)) or result is None:

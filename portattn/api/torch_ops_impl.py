@@ -8,6 +8,7 @@ must override the setup_context staticmethod").
 from __future__ import annotations
 
 import contextlib
+import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -19,6 +20,7 @@ from torch.autograd.function import _SingleLevelFunction
 from portattn.api.backward import Gradients, gradient_builds, gradients, laid_out_like, may_have_kernels, no_gradient
 from portattn.api.execute import lookup, run_request
 from portattn.api.request import request_from
+from portattn.api.score_functions import mask_blocks
 from portattn.api.torch_ops import SIGNATURES, OperatorSignature
 from portattn.api.transform_checks import have_tangents
 from portattn.config import current, using
@@ -143,7 +145,7 @@ Results = tuple[torch.Tensor, torch.Tensor]
 
 def forward(signature: OperatorSignature, *arguments: Any) -> Results:
     """Return (out, lse); lse is a float32 tensor without elements if it is not requested."""
-    parts = signature.split(arguments)
+    parts = signature.split(_with_blocks(signature, arguments))
     if torch.is_grad_enabled():  # gradients are the operator's own
         with torch.no_grad():
             found = _found(signature.op, parts)
@@ -152,6 +154,15 @@ def forward(signature: OperatorSignature, *arguments: Any) -> Results:
     if isinstance(found, tuple):
         return found
     return found, found.new_empty(0, dtype=torch.float32)
+
+
+def _with_blocks(signature: OperatorSignature, arguments: Sequence[Any]) -> Sequence[Any]:
+    """Return the operator's arguments with the lists of blocks of its mask function, which symbolic sizes have not."""
+    if signature.op != "attention" or signature.value(arguments, "mask_mod") is None:
+        return arguments
+    given = dict(zip((*signature.tensors, *signature.values), arguments, strict=True))
+    lists = mask_blocks(*(given[name] for name in inspect.signature(mask_blocks).parameters))
+    return list((given | dict(zip(("block_mask", "block_size"), lists, strict=True))).values())
 
 
 def _found(op: str, parts: tuple[Any, ...]) -> Any:
@@ -210,6 +221,7 @@ def by_kernels(
     if out is None or lse is None:
         return None
     asked = [signature.tensors[place] for place, needed in zip(signature.gradients, wanted, strict=True) if needed]
+    arguments = _with_blocks(signature, arguments)
     with torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext():
         return gradients(signature.op, *signature.split(arguments), out, lse, grad_out, grad_lse, asked)
 

@@ -285,6 +285,18 @@ def test_torchs_mask_in_a_whole_graph() -> None:
         torch.testing.assert_close(compiled(q, k, v), portattn.attention(q, k, v, block_mask=blocks))
 
 
+def test_a_mask_function_in_a_whole_graph() -> None:
+    """Its code alone decides its program; the operator makes its lists."""
+    near = lambda b, h, i, j: (i // 8 >= j // 8) | (j < 3)  # noqa: E731
+    call, found = functools.partial(portattn.attention, mask_mod=near), []
+    for attend in (torch.compile(call, backend="aot_eager", fullgraph=True), call):
+        q = torch.randn(1, 2, 300, 16, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        out = attend(q, q, q)
+        assert portattn.last_plan().problem.block_mask
+        found.append([out, *torch.autograd.grad(out.square().sum(), q)])
+    torch.testing.assert_close(*found)
+
+
 @pytest.mark.interpreter
 def test_the_operator_checks_its_lists() -> None:
     q, k, v = tensors()
@@ -347,6 +359,25 @@ def test_lists_of_fake_tensors_are_not_kept(mode: str) -> None:
     make_fx(lambda q: call(q, q, q), tracing_mode=mode)(q)
     right = portattn.attention(q, q, q, mask=((at[:, None] >= at) | (at < 5))[None, None])
     torch.testing.assert_close(call(q, q, q), right)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_an_exported_program_makes_lists_of_each_runs_lengths(dynamic: bool) -> None:
+    document, scale = torch.arange(600) // 70, torch.tensor([0.5, 2.0])
+
+    class Layer(torch.nn.Module):
+        def forward(self, q: torch.Tensor) -> torch.Tensor:
+            same = lambda b, h, i, j: (document[i] == document[j]) & (i >= j)  # noqa: E731
+            return portattn.attention(q, q, q, score_mod=lambda s, b, h, i, j: s * scale[h], mask_mod=same)
+
+    q = torch.randn(1, 2, 600, 16)
+    shapes = ({2: torch.export.Dim("rows", max=600)},) if dynamic else None
+    program = torch.export.export(Layer(), (torch.randn(1, 2, 301, 16),), dynamic_shapes=shapes)
+    assert [node.op for node in program.graph.nodes].count("call_function") == 3  # the operator, and its results
+    for rows in (301, 600, 20) if dynamic else (301,):
+        found, listed = program.module()(q[:, :, :rows]), portattn.last_plan().problem.block_mask
+        assert listed == (rows > 128)
+        torch.testing.assert_close(found, Layer()(q[:, :, :rows]))
 
 
 def test_lists_go_with_the_tensors_that_the_mask_reads() -> None:
