@@ -23,7 +23,7 @@ from portattn.planning.backend import PathRejection
 from portattn.planning.core_path import backward_problem, own_names, own_path
 from portattn.planning.kernel_specs import CORES, ceil_div
 from portattn.reference.score_functions import lists_by_key
-from portattn.schema.ops import BACKWARD, CAPTURED, ROWS
+from portattn.schema.ops import BACKWARD, CAPTURED, CAPTURED_GRADIENTS, ROWS
 from portattn.schema.problem import Problem
 
 Gradients = dict[str, torch.Tensor]
@@ -32,7 +32,7 @@ _SUMMED = ("alibi_slopes", "bias")  # their gradients are float32 in memory of t
 # Tensors that the gradients' operations alone have, in the order in which `gradients` makes them.
 _MADE = (
     "forward_out", "forward_lse", "grad_out", "grad_lse", "grad_q", "grad_k", "grad_v", "grad_slopes", "grad_bias",
-    "block_rows", "block_starts", "block_chunks", "block_queries",
+    "block_rows", "block_starts", "block_chunks", "block_queries", *CAPTURED_GRADIENTS,
 )  # fmt: skip
 
 
@@ -78,9 +78,9 @@ def gradients(
     way = _WAYS[op]
     if [place for place in way.unknown if tensors[place] is not None]:
         return None
-    if not _CAPTURED.isdisjoint(asked):  # torch differentiates score functions by the tensors that they read
-        return None
     settings = current()
+    if not _CAPTURED.isdisjoint(asked) and _deterministic(settings):  # kernels add to them in any order
+        return None
     if otherwise is not None and not may_have_kernels(op, tensors[way.source["q"]], tensors[way.source["v"]], None):
         settings = msgspec.structs.replace(settings, backend=otherwise)
     fixed = way.values(tuple(values), tensors[0].device.type, settings, otherwise)
@@ -97,12 +97,13 @@ def gradients(
         memory = torch.empty_like(tensor)
         found[name] = memory if memory.stride(-1) == 1 else tensor.new_empty(tensor.shape)
     summed = [_memory(name, tensors[own_place[name]], lse) if name in asked else None for name in _SUMMED]
+    added = [_memory(name, tensors[own_place[name]], lse).zero_() if name in asked else None for name in CAPTURED]
     listed = way.listed(tensors, values) if way.lists_rows and lse.numel() else (None, None, None)
     lists = tensors[own_place["block_mask"]] if way.lists_queries else None
     queries = None if lists is None else made_once("by key", [lists], functools.partial(lists_by_key, lists))
     if lse.numel():
         # In the order of _MADE.
-        made = out, lse, _rows(grad_out), grad_lse, *found.values(), *summed, *listed, queries
+        made = out, lse, _rows(grad_out), grad_lse, *found.values(), *summed, *listed, queries, *added
         ready, before = way.order((*tensors, *made, None)), dispatch.last_plan_state()
         delta = lookup(way.op, ready, fixed, tuple(lengths))
         if delta is None:
@@ -119,6 +120,9 @@ def gradients(
     if slopes is not None:
         beginnings = tensors[own_place["cu_seqlens_q"]] if "cu_seqlens_q" in own_place else None
         found["alibi_slopes"] = _slopes(tensors[own_place["alibi_slopes"]], slopes, beginnings)
+    for name, sums in zip(CAPTURED, added, strict=True):
+        if sums is not None:
+            found[name] = _like(sums, tensors[own_place[name]])
     if "sinks" in asked:
         found["sinks"] = _sinks(tensors[own_place["sinks"]], lse, delta)
     return found if len(found) == len(asked) else {name: tensor for name, tensor in found.items() if name in asked}
@@ -226,8 +230,10 @@ def _rows(grad_out: torch.Tensor) -> torch.Tensor:
 
 
 def _memory(name: str, tensor: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-    """Return memory for a bias's gradient, or for each row's part of the slopes' gradient."""
-    shape = lse.shape if name == "alibi_slopes" else (1,) * (4 - tensor.ndim) + tuple(tensor.shape)
+    """Return memory for a tensor's gradient, a bias's with four axes; of slopes for each row's part of it."""
+    shape = lse.shape if name == "alibi_slopes" else tuple(tensor.shape)
+    if name == "bias":
+        shape = (1,) * (4 - tensor.ndim) + tuple(tensor.shape)
     return torch.empty(shape, dtype=torch.float32, device=tensor.device)
 
 

@@ -14,11 +14,11 @@ import torch
 from portattn.api.score_functions import cached_trace, made_once
 from portattn.config import current
 from portattn.errors import ArgumentError, warn_caller
-from portattn.kernels.score_program import as_window
 from portattn.reference.dropout import block_mask
 from portattn.reference.score_functions import PART, WHOLE, block_lists
 from portattn.schema.problem_limits import MAX_TREE
 from portattn.validate.checks import check_dense, check_share, check_size
+from portattn.validate.score_options import as_window
 from portattn.validate.values import reads
 
 DROPOUT_MASK = "dropout_mask"

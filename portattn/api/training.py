@@ -99,12 +99,12 @@ def plan_training(request: Request) -> tuple[TrainingNode | None, Call | None]:
     if kind is not None:
         return kind if identical(values, kind.values) else TrainingNode(op, tensors, values), None
     call = request.build()
-    # Gradients of tensors that a score function reads are the reference's, which recomputes the scores.
-    own, problem = call.problem, msgspec.structs.replace(call.problem, grad_captured=False)
-    forward = msgspec.structs.replace(problem, needs_grad=False, return_lse=True)
-    trained = backward.has_kernel(problem, q.device, request.settings) and _has_key(call, forward, request)
-    if not trained:  # a call with other sizes may have kernels: planning it takes time, not planning it loses its graph
-        trained = bool(dispatch.plan_call(_with_problem(call, problem), request.settings).key)
+    own = call.problem
+    forward = msgspec.structs.replace(_without_captured(own), needs_grad=False, return_lse=True)
+    # If no kernel adds the gradients of tensors that a score function reads, the reference computes all gradients.
+    trained = bool(own.grad_captured) and backward.has_kernel(own, q.device, request.settings)
+    trained = trained and _has_key(call, forward, request)
+    trained = trained or _is_trained(call, _without_captured(own), forward, request)
     call.dry = False
     if not trained:
         return None, _with_problem(call, own)
@@ -112,6 +112,18 @@ def plan_training(request: Request) -> tuple[TrainingNode | None, Call | None]:
         _known.pop(next(iter(_known)))
     kind = _known[key] = TrainingNode(op, tensors, values)
     return kind, _with_problem(call, forward)
+
+
+def _without_captured(problem: Problem) -> Problem:
+    return msgspec.structs.replace(problem, grad_captured=0)
+
+
+def _is_trained(call: Call, problem: Problem, forward: Problem, request: Request) -> bool:
+    """Return whether kernels are planned for the forward of a training call, and for its gradients."""
+    if backward.has_kernel(problem, call.q.device, request.settings) and _has_key(call, forward, request):
+        return True
+    # A call with other sizes may have kernels: planning it takes time, not planning it loses its graph.
+    return bool(dispatch.plan_call(_with_problem(call, problem), request.settings).key)
 
 
 def _has_key(call: Call, forward: Problem, request: Request) -> bool:

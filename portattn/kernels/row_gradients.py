@@ -16,7 +16,7 @@ from portattn.kernels.attend import in_chunk, kv_tile_range, listed_keys, listed
 from portattn.kernels.dropout import head_words, kept_tile
 from portattn.kernels.gradients import load_row_numbers, score_gradients, score_tile
 from portattn.kernels.score_program import with_functions  # noqa: F401 - compilers look it up here
-from portattn.kernels.softmax import mod_gradient
+from portattn.kernels.softmax import add_captured_gradients, mod_gradient
 from portattn.kernels.split_bf16 import (
     add_dot,
     bfloat16_parts,
@@ -83,7 +83,8 @@ def backward_rows(
     q, k, v, grad_out, forward_lse, delta, grad_q, grad_slopes,
     seqlens_q, seqlens_k, leftpad_q, leftpad_k, cu_seqlens_q, cu_seqlens_k,
     alibi_slopes, bias, mask, block_mask,
-    captured_0, captured_1, captured_2, captured_3, dropout_seed,
+    captured_0, captured_1, captured_2, captured_3,
+    grad_captured_0, grad_captured_1, grad_captured_2, grad_captured_3, dropout_seed,
     scale, softcap, keep_scale,
     q_stride_b, q_stride_h, q_stride_s, q_stride_d,
     k_stride_b, k_stride_h, k_stride_s, k_stride_d,
@@ -101,11 +102,12 @@ def backward_rows(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SEARCH: tl.constexpr,
     LOAD: tl.constexpr, EXP: tl.constexpr, DOT_PRECISION: tl.constexpr, GRID: tl.constexpr,
     Q_OPERAND: tl.constexpr, DROPS: tl.constexpr, PARTS: tl.constexpr, LISTED_Q: tl.constexpr, LISTED_K: tl.constexpr,
-    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, SCORE_GRADIENT: tl.constexpr,
+    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, SCORE_GRADIENT: tl.constexpr, CAPTURED_GRADIENT: tl.constexpr,
 ):  # fmt: skip
     """Compute dQ of BLOCK_M query rows of one head: one program, which may take several such tiles in turn.
 
     grad_slopes  (B, Hq, Sq) float32 or None: of each row the sum of -dS·|distance|, which its slope's gradient sums up
+    grad_captured_0, …  float32 tensors, to which the captured tensors' gradients are added in any order, or None
     """
     if GRID == "persistent":
         rounds = tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0))
@@ -286,6 +288,10 @@ def backward_rows(
                     by_distance -= tl.sum(ds * distance, 1)
                 if SOFTCAP:
                     ds = tl.where(ds == 0.0, 0.0, ds * bend)
+                if CAPTURED_GRADIENT is not None:
+                    add_captured_gradients(products * scale, positions[:, None], keys[None, :], mods, CAPTURED_GRADIENT,
+                                           ds, grad_captured_0, grad_captured_1, grad_captured_2,
+                                           grad_captured_3)  # fmt: skip
                 if SCORE_MOD is not None:
                     ds = mod_gradient(products * scale, positions[:, None], keys[None, :], mods, SCORE_GRADIENT, ds)
                 if (bias is not None or mask is not None) or (

@@ -21,7 +21,7 @@ import functools
 import hashlib
 import linecache
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ KINDS_OF_NUMBERS: Mapping[type, str] = {float: "f", int: "i", bool: "b"}
 CAPTURES = 4  # captured tensors of a call
 SIZES = 8  # axes of all of them
 # Constants of kernels that hold a program's text, and are Triton functions when a kernel is compiled.
-FUNCTIONS = ("SCORE_MOD", "MASK_MOD", "SCORE_GRADIENT")
+FUNCTIONS = ("SCORE_MOD", "MASK_MOD", "SCORE_GRADIENT", "CAPTURED_GRADIENT")
 
 # Operations: Triton's expression for the operands {0}, {1}, …
 EXPRESSIONS: Mapping[str, str] = {
@@ -163,124 +163,20 @@ def literal(word: str) -> bool | int | float | None:
     return int(word) if word.lstrip("-").isdigit() else float(word)
 
 
-_FAR = 2**31  # more than any distance between a query and a key
-_NEAR = 2**29  # constants up to it, and sizes (problem_limits.MAX_LENGTH): no sum of two indices and one wraps
-_Linear = tuple[int, int, int]  # (a, b, c): a·q_idx + b·kv_idx + c, with a and b of -1, 0 and 1
-_Range = tuple[int, int]  # least and most of q_idx - kv_idx
-
-
-def _at_most_0(line: _Linear) -> _Range | None:
-    a, b, c = line
-    if (a, b) == (0, 0):
-        return (-_FAR, _FAR) if c <= 0 else None
-    return (-_FAR, -c) if (a, b) == (1, -1) else (c, _FAR) if (a, b) == (-1, 1) else None
-
-
-def _intersection(*ranges: _Range | None) -> _Range | None:
-    found = [each for each in ranges if each is not None]
-    if len(found) < len(ranges):
-        return None
-    return max(least for least, _ in found), min(most for _, most in found)
-
-
-class _Window:
-    """Linear indices of a mask program, their absolute values, and the distances that its bools allow."""
-
-    def __init__(self, program: ScoreProgram) -> None:
-        self.lines: dict[str, _Linear] = {"q_idx": (1, 0, 0), "kv_idx": (0, 1, 0)}
-        self.absolutes: dict[str, _Linear] = {}
-        self.ranges: dict[str, _Range | None] = {"True": (-_FAR, _FAR)}
-        for node in program.nodes:
-            if node.kind in ("i", "l"):
-                self.add_number(node)
-            elif node.kind == "b":
-                self.ranges[node.name] = self.distances(node)
-
-    def line(self, word: str) -> _Linear | None:
-        number = literal(word)
-        if type(number) is int:
-            return (0, 0, number) if abs(number) <= _NEAR else None
-        return self.lines.get(word)
-
-    def add_number(self, node: Node) -> None:
-        x, *rest = (self.line(word) for word in node.operands)
-        if x is None or None in rest:
-            return
-        match node.op:
-            case "add" | "sub":
-                sign, y = (1 if node.op == "add" else -1), rest[0] or (0, 0, 0)
-                found = (x[0] + sign * y[0], x[1] + sign * y[1], x[2] + sign * y[2])
-            case "neg":
-                found = (-x[0], -x[1], -x[2])
-            case "to_i" | "to_l":
-                found = x
-            case "abs":
-                self.absolutes[node.name] = x
-                return
-            case _:
-                return
-        if max(abs(found[0]), abs(found[1])) <= 1 and abs(found[2]) <= _NEAR:
-            self.lines[node.name] = found
-
-    def distances(self, node: Node) -> _Range | None:
-        operands, op = node.operands, node.op
-        if op == "and":
-            return _intersection(*(self.ranges.get(word) for word in operands))
-        if op == "not":
-            least, most = self.ranges.get(operands[0]) or (0, 0)
-            if (least == -_FAR) == (most == _FAR):
-                return None
-            return (most + 1, _FAR) if least == -_FAR else (-_FAR, least - 1)
-        if op in ("gt", "ge"):
-            operands, op = operands[::-1], {"gt": "lt", "ge": "le"}[op]
-        if op not in ("lt", "le", "eq"):
-            return None
-        x, y, short = self.line(operands[0]), self.line(operands[1]), op == "lt"
-        if op != "eq" and operands[0] in self.absolutes and y is not None and y[:2] == (0, 0):
-            a, b, c = self.absolutes[operands[0]]
-            return _intersection(_at_most_0((a, b, c - y[2] + short)), _at_most_0((-a, -b, -c - y[2] + short)))
-        if x is None or y is None:
-            return None
-        a, b, c = (one - other for one, other in zip(x, y, strict=True))
-        if op == "eq":
-            return _intersection(_at_most_0((a, b, c)), _at_most_0((-a, -b, -c)))
-        return _at_most_0((a, b, c + short))
-
-
-@functools.lru_cache(maxsize=1024)
-def as_window(text: str) -> tuple[int, int] | None:
-    """Return the window (left, right) that a mask program equals; None if it is anything else.
-
-    They are the most keys before and after the key of the query's own number; -1 is no limit, and (-1, 0) is a causal
-    mask."""
-    program = parse(text)
-    found = _Window(program).ranges.get(program.result)
-    if found is None or found[0] > 0 or found[1] < 0:
-        return None
-    least, most = found
-    return -1 if most == _FAR else most, -1 if least == -_FAR else -least
-
-
-@functools.lru_cache(maxsize=1024)
-def as_softcap(text: str) -> float | None:
-    """Return the cap of a score program that equals cap·tanh(score / cap); None if it is anything else."""
-    program = parse(text)
-    match [(node.op, node.operands) for node in program.nodes]:
-        case [("div", ("score", cap)), ("tanh", (ratio,)), ("mul", (one, other))]:
-            divided, capped, multiplied = (node.name for node in program.nodes)
-            number = literal(cap)
-            same = ratio == divided and {one, other} == {capped, cap} and program.result == multiplied
-            return number if same and isinstance(number, float) and number > 0.0 else None
-    return None
-
-
 class _Differentiation:
-    """Reverse-mode differentiation of a program by its score: adjoints are added up from the result to the score."""
+    """Reverse-mode differentiation of a program: adjoints are added up from the result to `by`, the score or loads."""
 
-    def __init__(self, program: ScoreProgram) -> None:
+    def __init__(self, program: ScoreProgram, by: Iterable[str]) -> None:
         self.nodes, self.kinds = list(program.nodes), {node.name: node.kind for node in program.nodes}
         self.adjoints: dict[str, str] = {program.result: "grad"}
         self.free = 1 + max((int(node.name[1:]) for node in program.nodes), default=-1)
+        depends = {*by}
+        for node in program.nodes:
+            if node.kind == "f" and depends & {*node.operands}:
+                depends.add(node.name)
+        for node in reversed(program.nodes):
+            if node.name in self.adjoints and node.name in depends:
+                self.differentiate(node)
 
     def make(self, op: str, *operands: str, kind: str = "f") -> str:
         name, self.free = f"t{self.free}", self.free + 1
@@ -288,7 +184,7 @@ class _Differentiation:
         return name
 
     def add(self, operand: str, amount: str) -> None:
-        """Add an amount to the adjoint of an operand that depends on the score."""
+        """Add an amount to the adjoint of an operand, a float."""
         if operand != "score" and self.kinds.get(operand) != "f":
             return
         before = self.adjoints.get(operand)
@@ -355,20 +251,13 @@ class _Differentiation:
 def gradient(text: str) -> str:
     """Return the program of `grad` times the derivative of a score function by its score."""
     program = parse(text)
-    work = _Differentiation(program)
-    depends = {"score"}
-    for node in program.nodes:
-        if node.kind == "f" and depends & {*node.operands}:
-            depends.add(node.name)
-    for node in reversed(program.nodes):
-        if node.name in work.adjoints and node.name in depends:
-            work.differentiate(node)
+    work = _Differentiation(program, ["score"])
     return str(_pruned(ScoreProgram(program.captures, tuple(work.nodes), work.adjoints.get("score", "0.0"))))
 
 
-def _pruned(program: ScoreProgram) -> ScoreProgram:
-    """Return the program without nodes that its result does not depend on."""
-    wanted, kept = {program.result}, []
+def _pruned(program: ScoreProgram, *others: str) -> ScoreProgram:
+    """Return the program without nodes that neither its result nor other values depend on."""
+    wanted, kept = {program.result, *others}, []
     for node in reversed(program.nodes):
         if node.name in wanted:
             wanted.update(node.operands)
@@ -382,20 +271,28 @@ def _operand(word: str) -> str:
     return f'float("{word}")' if isinstance(number, float) and word.lstrip("-") in ("inf", "nan") else word
 
 
-def _load(node: Node, kind: str, sizes: list[str]) -> str:
-    """Return the expression of a captured tensor's element, whose index is made of one operand for each axis."""
-    at = []
+def _pointer(node: Node, program: ScoreProgram, tensor: str) -> str:
+    """Return the expression of the pointer to a load's element, of a tensor that is laid out as the captured one."""
+    at, (_, rank, first) = [], program.captures[int(node.operands[0][1:])]
+    sizes = [f"n{first + axis}" for axis in range(rank)]
     for word, size in zip(node.operands[1:], sizes, strict=True):
         number = literal(word)
         if word in INPUTS or (number is not None and number >= 0):
             at.append(f"tl.minimum({word}, {size} - 1)")
         else:
             at.append(f"inside({word}, {size})")
-    place, step = node.operands[0], ""
+    step = ""
     for axis in range(len(at) - 1, 0, -1):
         step = f"{step} * {sizes[axis]}" if step else f"{sizes[axis]}"
         at[axis - 1] = f"({at[axis - 1]}).to(tl.int64) * ({step})"
-    loaded = f"tl.load({' + '.join([place, *at])})"
+    return " + ".join([tensor, *at])
+
+
+def _load(node: Node, program: ScoreProgram) -> str:
+    loaded, kind = (
+        f"tl.load({_pointer(node, program, node.operands[0])})",
+        program.captures[int(node.operands[0][1:])][0],
+    )
     return {"f": f"{loaded}.to(tl.float32)", "i": f"{loaded}.to(tl.int32)", "l": f"{loaded}.to(tl.int64)",
             "b": f"({loaded}.to(tl.int32) != 0)"}[kind]  # fmt: skip
 
@@ -423,24 +320,62 @@ def triton_source(program: ScoreProgram, name: str, derivative: bool, floats: bo
 
     It takes score (a tile), b, h, q_idx and kv_idx (int32, which broadcast with the tile), the captured tensors'
     pointers, their sizes, and of a derivative `grad`. A score function's result has the tile's shape."""
-    parameters = [*INPUTS, *(f"c{n}" for n in range(CAPTURES)), *(f"n{n}" for n in range(SIZES))]
-    nodes = {node.name: node for node in program.nodes}
-    lines = [f"def {name}({', '.join([*parameters, *(['grad'] if derivative else [])])}):"]
-    for node in program.nodes:
-        if node.op == "load":
-            kind, rank, first = program.captures[int(node.operands[0][1:])]
-            made = _load(node, kind, [f"n{first + axis}" for axis in range(rank)])
-        elif floats and node.op == "to_f" and (sums := _as_floats(node.operands[0], nodes)):
-            made = sums
-        else:
-            made = EXPRESSIONS[node.op].format(*map(_operand, node.operands))
-        lines.append(f"    {node.name} = {made}")
+    lines = [f"def {name}({', '.join([*_PARAMETERS, *(['grad'] if derivative else [])])}):", *_lines(program, floats)]
     result = _operand(program.result)
     if result in ("True", "False"):
         result = f"(kv_idx == kv_idx) & {result}" if result == "True" else "kv_idx != kv_idx"
     elif program.kind == "f" and not (program.uses("score") or program.uses("grad")):
         result = f"tl.where(score == score, {result}, {result})"
     return "\n".join(["@triton.jit", *lines, f"    return {result}", ""])
+
+
+_PARAMETERS = (*INPUTS, *(f"c{n}" for n in range(CAPTURES)), *(f"n{n}" for n in range(SIZES)))
+
+
+def _lines(program: ScoreProgram, floats: bool = False) -> list[str]:
+    """Return a line of Triton for each node."""
+    nodes, lines = {node.name: node for node in program.nodes}, []
+    for node in program.nodes:
+        if node.op == "load":
+            made = _load(node, program)
+        elif floats and node.op == "to_f" and (sums := _as_floats(node.operands[0], nodes)):
+            made = sums
+        else:
+            made = EXPRESSIONS[node.op].format(*map(_operand, node.operands))
+        lines.append(f"    {node.name} = {made}")
+    return lines
+
+
+def captured_source(text: str, name: str = "f") -> str:
+    """Return the Triton function that adds `grad` times the derivatives by captured tensors to g0, g1, …, or None.
+
+    They are float32 tensors, laid out as the captured ones. q_idx is [rows, 1] and kv_idx [1, keys]: what an element
+    gets of a tile's rows or keys that its index does not tell apart is summed up before. Additions are in any order."""
+    program = parse(text)
+    loads = [node for node in program.nodes if node.op == "load" and node.kind == "f"]
+    work = _Differentiation(program, [node.name for node in loads])
+    found = [(node, work.adjoints[node.name]) for node in loads if node.name in work.adjoints]
+    needed = [word for node, adjoint in found for word in (adjoint, *node.operands)]
+    program = _pruned(ScoreProgram(program.captures, tuple(work.nodes), "0.0"), *needed)
+    reads: dict[str, set[str]] = {word: {word} for word in INPUTS} | {"score": {"q_idx", "kv_idx"}}
+    for node in program.nodes:
+        reads[node.name] = set().union(*(reads.get(word, ()) for word in node.operands))
+    lines = _lines(program)
+    for node, adjoint in found:
+        sums, axes = f"g{node.operands[0][1:]}", set().union(*(reads.get(word, ()) for word in node.operands[1:]))
+        added = f"tl.where(grad != 0.0, {adjoint}, 0.0)"  # so that no infinite derivative of a hidden score is added
+        if not {"q_idx", "kv_idx"} & axes:
+            added = f"tl.sum(tl.sum({added}, 1), 0)"
+        elif "kv_idx" not in axes:
+            added = f"tl.sum({added}, 1)[:, None]"
+        elif "q_idx" not in axes:
+            added = f"tl.sum({added}, 0)[None, :]"
+        else:
+            added = f"{added}, mask=grad != 0.0"
+        lines.append(f"    if {sums} is not None:")
+        lines.append(f'        tl.atomic_add({_pointer(node, program, sums)}, {added}, sem="relaxed")')
+    parameters = [*_PARAMETERS, "grad", *(f"g{n}" for n in range(CAPTURES))]
+    return "\n".join(["@triton.jit", f"def {name}({', '.join(parameters)}):", *lines, "    return", ""])
 
 
 @functools.lru_cache(maxsize=1024)
@@ -465,13 +400,16 @@ def load_function(source: str, jit: Any, language: Any, tanh: Any) -> Any:
     return scope[name]
 
 
-def _function(text: str, derivative: bool) -> Any:
+def _function(constant: str, text: str) -> Any:
     import triton
     import triton.language as tl
 
     from portattn.kernels.softmax import tanh
 
-    return load_function(python_source(text, derivative), triton, tl, tanh)
+    if constant == "CAPTURED_GRADIENT":
+        name = f"f_{hashlib.sha256(captured_source(text).encode()).hexdigest()[:20]}"
+        return load_function(_HELPERS + captured_source(text, name), triton, tl, tanh)
+    return load_function(python_source(text, constant == "SCORE_GRADIENT"), triton, tl, tanh)
 
 
 def with_functions(constants: Mapping[str, Any]) -> dict[str, Any]:
@@ -479,5 +417,5 @@ def with_functions(constants: Mapping[str, Any]) -> dict[str, Any]:
     found = dict(constants)
     for name in FUNCTIONS:
         if found.get(name):
-            found[name] = _function(found[name], name == "SCORE_GRADIENT")
+            found[name] = _function(name, found[name])
     return found

@@ -160,6 +160,14 @@ def mod_gradient(score, positions, keys, mods: ScoreMods, FUNCTION: tl.constexpr
     return tl.where(gradient == 0.0, 0.0, found)
 
 
+@records.jit
+def add_captured_gradients(score, positions, keys, mods: ScoreMods, FUNCTION: tl.constexpr, gradient, g0, g1, g2, g3):
+    """Add a tile's part of the gradients of captured tensors; gradient: of the score function's result."""
+    q_idx, kv_idx = mod_indices(positions, keys, mods)
+    FUNCTION(score, mods.batch, mods.head, q_idx, kv_idx, mods.c0, mods.c1, mods.c2, mods.c3, mods.n0, mods.n1, mods.n2,
+             mods.n3, mods.n4, mods.n5, mods.n6, mods.n7, gradient, g0, g1, g2, g3)  # fmt: skip
+
+
 @triton.jit
 def load_scores(rows, stride, keys, end, row_valid, other, BY_KEY: tl.constexpr, CLAMPED: tl.constexpr):
     """Load a tile of values for each score, [BLOCK_M, BLOCK_N], from rows' pointers; `other` outside.

@@ -36,6 +36,7 @@ from portattn.planning.kernel_specs import (
 from portattn.planning.registry import Registry
 from portattn.schema.call import Call
 from portattn.schema.lowering import Launch, Lowering
+from portattn.schema.ops import CAPTURED_GRADIENTS
 from portattn.schema.plan import Plan
 from portattn.schema.symbolic_int import least, most
 from portattn.schema.tensors import POINTER_ALIGNMENT
@@ -135,11 +136,13 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
     by_rows = KernelCall(
         BY_ROWS, "backward_rows", grid(tiles),
         {
-            **tensors, "grad_q": call.grad_q, "grad_slopes": call.grad_slopes, **options, **inputs,
+            **tensors, "grad_q": call.grad_q, "grad_slopes": call.grad_slopes, **options,
+            **{name: getattr(call, name) for name in CAPTURED_GRADIENTS}, **inputs,
             **outer_strides("dq", call.grad_q, "bhs"), **scores, **block_strides(call),
             "heads_q": problem.heads_q, **sizes, "row_tiles": row_tiles, "together": together, "tiles": tiles, **rest,
         },
-        {name: value for name, value in kernel.constexprs(problem, lowering, of_rows).items() if name != "SINKS"},
+        {name: value for name, value in kernel.constexprs(problem, lowering, of_rows).items() if name != "SINKS"}
+        | {"CAPTURED_GRADIENT": (problem.grad_captured and problem.score_mod) or None},
         of_rows, UNSPECIALISED,
     )  # fmt: skip
     launches = [first, *made, by_keys, by_rows]

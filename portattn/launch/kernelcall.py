@@ -274,10 +274,12 @@ READ = 64  # elements along each axis of a captured tensor, likewise
 def _captured(p: Problem) -> dict[str, torch.Tensor]:
     """Return the tensors that a problem's score and mask functions read."""
     shapes = {n: shape for text in (p.score_mod, p.mask_mod) if text for n, shape in parse(text).captures.items()}
-    return {
+    found = {
         CAPTURED[number]: torch.empty([READ] * rank, dtype=_KINDS[kind], device="meta")
         for number, (kind, rank, _) in shapes.items()
     }
+    wanted = [name for number, name in enumerate(CAPTURED) if p.backward and p.grad_captured >> number & 1]
+    return found | {f"grad_{name}": torch.empty(found[name].shape, device="meta") for name in wanted}
 
 
 def _filling(p: Problem) -> Call:

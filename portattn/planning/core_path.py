@@ -370,7 +370,8 @@ def hint(quirk: Quirk) -> str:
 
 # Fields of a problem that say which optional arguments a kernel gets, and under which contract its records count.
 OPTIONAL = (
-    *(name for name in ASKED if name != "softcap"), "dropout", "grad_lse", "grad_bias", "grad_slopes", "invariant",
+    *(name for name in ASKED if name != "softcap"), "dropout", "grad_lse", "grad_bias", "grad_slopes", "grad_captured",
+    "invariant",
 )  # fmt: skip
 
 

@@ -188,7 +188,7 @@ class Path:
 
 def _variant(variant: Variant) -> Path:
     def plan(asked: PlanRequest) -> Plan:
-        taken = choose_variant(variant, asked.problem, asked.target, asked.registry, asked.records, asked.settings)
+        taken = choose_variant(variant, _of_forward(asked), asked.target, asked.registry, asked.records, asked.settings)
         return asked.plan(variant.name, needs=variant.needs, **_trained(variant.name, asked, _fields(taken)))
 
     owns = variant.owns_invariant_rows
@@ -197,10 +197,16 @@ def _variant(variant: Variant) -> Path:
 
 def _core(name: str) -> Path:
     def plan(asked: PlanRequest) -> Plan:
-        taken = core_path.choose(asked.problem, asked.target, asked.registry, asked.records, asked.settings)
+        taken = core_path.choose(_of_forward(asked), asked.target, asked.registry, asked.records, asked.settings)
         return asked.plan(name, **_trained(name, asked, _fields(taken)))
 
     return Path(name, plan)
+
+
+def _of_forward(asked: PlanRequest) -> Problem:
+    """Return the problem that a kernel declares: the gradients of captured tensors are the backward pass's alone."""
+    problem = asked.problem
+    return msgspec.structs.replace(problem, grad_captured=0) if problem.needs_grad else problem
 
 
 def _trained(name: str, asked: PlanRequest, fields: dict[str, Any]) -> dict[str, Any]:
@@ -214,7 +220,10 @@ def _trained(name: str, asked: PlanRequest, fields: dict[str, Any]) -> dict[str,
     no = Rejection(path=name, reason="no kernel computes its gradients")
     paths: Iterable[Path] = ()
     try:
-        gradients = dataclasses.replace(asked, problem=backward_problem(asked.problem), settings=settings)
+        problem = msgspec.structs.replace(
+            backward_problem(asked.problem), deterministic=settings.deterministic or settings.invariant
+        )
+        gradients = dataclasses.replace(asked, problem=problem, settings=settings)
         paths = _own(gradients, backend, requested)
     except PathRejection as refused:
         no = refused.rejection

@@ -18,7 +18,7 @@ import torch
 from portattn.reference.blocks import Reach, RowBlock, RowBlockResults, RowTensor, Statistics, key_heads
 from portattn.reference.tiles import Backward, Tiling, dropout_keep_mask, finite_sinks, has_terms, with_terms
 from portattn.schema.call import TENSORS, Call
-from portattn.schema.ops import DIFFERENTIABLE
+from portattn.schema.ops import CAPTURED, DIFFERENTIABLE
 from portattn.schema.tensors import are_mapped
 
 Results = tuple[torch.Tensor, torch.Tensor]  # out and LSE
@@ -366,6 +366,7 @@ def run_backward(call: Call) -> tuple[torch.Tensor, None]:
     largest = RowTensor.of(call, call.forward_lse.masked_fill(nothing, 0.0)[..., None])
     total = RowTensor.of(call, (~nothing).float()[..., None])  # P = exp(S - LSE)
     names = {"q": call.grad_q, "k": call.grad_k, "v": call.grad_v, "bias": call.grad_bias}
+    names |= {name: getattr(call, f"grad_{name}") for name in CAPTURED}
     wanted = [name for name, memory in names.items() if memory is not None]
     if call.grad_slopes is not None:
         wanted.append("alibi_slopes")

@@ -109,6 +109,11 @@ class Call(FeatureTensors):
     row_ends: torch.Tensor | None = None
     # Memory for the result: logits (B, Sq, Sk) float32, or indices (B, Sq, tokens) int32, of logits (B, 1, Sq, Sk) as q
     result: torch.Tensor | None = None
+    # Memory for the gradients of the tensors that score_mod reads, float32 and zeros: kernels add to it.
+    grad_captured_0: torch.Tensor | None = None
+    grad_captured_1: torch.Tensor | None = None
+    grad_captured_2: torch.Tensor | None = None
+    grad_captured_3: torch.Tensor | None = None
     grad_slopes: torch.Tensor | None = None  # memory for each row's part of the slopes' gradient, (B, Hq, Sq) float32
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:

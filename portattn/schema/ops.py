@@ -79,6 +79,7 @@ ADDED = tuple(name for name in of_kinds("tokens", "scores") if FEATURES[name].fl
 # Tensors that a call's score and mask functions read (kernels/score_program.py).
 MODS = ("score_mod", "mask_mod")
 CAPTURED = tuple(f"captured_{number}" for number in range(score_program.CAPTURES))
+CAPTURED_GRADIENTS = tuple(f"grad_{name}" for name in CAPTURED)
 # A Call's tensors that can have gradients.
 DIFFERENTIABLE = ("q", "k", "v", "q_rope", *CAPTURED, *(name for name, feature in FEATURES.items() if feature.floating))
 
@@ -97,6 +98,7 @@ _NO_OPTION = frozenset({
     "forward_out", "forward_lse", "grad_out", "grad_lse", "grad_q", "grad_k", "grad_v", "grad_bias", "grad_slopes",
     "deterministic", "new_v", "positions", "block_size", "weights", "row_starts", "row_ends", "result", "sorted",
     "block_rows", "block_starts", "block_chunks", "block_queries", "score_mod", "mask_mod", *CAPTURED,
+    *CAPTURED_GRADIENTS,
 })  # fmt: skip
 
 # Optional arguments in the order in which errors name them: first without sizes, then compared with the scores' sizes.
@@ -294,7 +296,7 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
                 gradient_of="attention",
                 tensors=_tensors(
                     f"q k v {_GRADIENTS} alibi_slopes grad_slopes sinks bias grad_bias mask block_mask block_queries"
-                    f" {_CAPTURED} {_LENGTH_NAMES} dropout_seed"
+                    f" {_CAPTURED} {' '.join(CAPTURED_GRADIENTS)} {_LENGTH_NAMES} dropout_seed"
                 ),
                 values=(*_SCORES, *MODS, "block_size", "dropout_p", "deterministic", "return_lse", "layout"),
                 validate="portattn.validate.backward:dense_backward_call",
@@ -307,7 +309,7 @@ ROWS: Mapping[str, OpRow] = MappingProxyType(
                 gradient_of="varlen_attention",
                 tensors=_tensors(
                     f"q k v {_GRADIENTS} cu_seqlens_q cu_seqlens_k alibi_slopes grad_slopes sinks {_CAPTURED}"
-                    " dropout_seed"
+                    f" {' '.join(CAPTURED_GRADIENTS)} dropout_seed"
                 ),
                 values=("max_seqlen_q", "max_seqlen_k", *_SCORES, *MODS, "dropout_p", "deterministic", "return_lse"),
                 lengths=("max_seqlen_q", "max_seqlen_k"),

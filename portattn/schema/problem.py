@@ -93,8 +93,8 @@ class Problem(Flags, metaclass=_ByKeyword, frozen=True, kw_only=True, forbid_unk
         rotary, rotary_dim: append and write: keys get a rotary embedding in their first rotary_dim columns
         large: a tensor spans 2 GiB or more, so 32-bit byte offsets do not reach all of it
         needs_grad, dropout: autograd will ask for gradients; dropout_p > 0
-        grad_lse, grad_bias, grad_slopes, grad_captured: the LSE has a gradient; the bias's, the slopes' and that of
-            tensors that functions read are requested
+        grad_lse, grad_bias, grad_slopes, grad_captured: the LSE has a gradient; the bias's, the slopes' and those of
+            tensors that functions read are requested, bit n of captured tensor n
         deterministic: results must repeat bit by bit (torch.use_deterministic_algorithms)
         invariant: a row's keys are summed in one order, whatever the call's sizes and its other rows are
         negative_scale: the scores' factor is below 0: kernels carry its sign in Q
@@ -136,7 +136,7 @@ class Problem(Flags, metaclass=_ByKeyword, frozen=True, kw_only=True, forbid_unk
     score_mod: str = ""
     mask_mod: str = ""
     function_note: str = ""
-    grad_captured: bool = False
+    grad_captured: int = 0
     num_splits: int = 0
     kv_format: KvFormat = "as_q"
     kv_scales: KvScales = "none"

@@ -13,7 +13,7 @@ import torch
 
 from portattn.errors import ArgumentError
 from portattn.schema.call import Call
-from portattn.schema.ops import BACKWARD
+from portattn.schema.ops import BACKWARD, CAPTURED_GRADIENTS
 from portattn.schema.problem import Problem
 from portattn.validate.checks import is_large, reachable, rows_aligned, starts_aligned
 from portattn.validate.dense import dense_call, packed, varlen_call
@@ -62,12 +62,12 @@ def _call(
     by_row: Callable[[torch.Tensor], torch.Tensor],
 ) -> Call:
     """Build the forward's Call and add the backward's tensors, like q by `view` and with a number a row by `by_row`."""
-    own = (*_RESULTS, *_BY_ROW, "grad_bias", "deterministic")
+    own = (*_RESULTS, *_BY_ROW, "grad_bias", *CAPTURED_GRADIENTS, "deterministic")
     call = forward(**{name: value for name, value in given.items() if name not in own})
     op = BACKWARD[call.problem.op]
     tensors: dict[str, Any] = {name: view(given[name]) for name in _RESULTS}
     tensors |= {name: None if given.get(name) is None else by_row(given[name]) for name in _BY_ROW}
-    tensors["grad_bias"] = given.get("grad_bias")
+    tensors |= {name: given.get(name) for name in ("grad_bias", *CAPTURED_GRADIENTS)}
     out, rows = (*call.q.shape[:3], call.v.shape[3]), tuple(call.q.shape[:3])
     shapes = {
         "forward_out": out, "grad_out": out, "grad_q": tuple(call.q.shape),
@@ -104,6 +104,7 @@ def _call(
         grad_lse=tensors["grad_lse"] is not None,
         grad_bias=tensors["grad_bias"] is not None,
         grad_slopes=tensors["grad_slopes"] is not None,
+        grad_captured=sum(1 << n for n, name in enumerate(CAPTURED_GRADIENTS) if tensors[name] is not None),
         deterministic=given["deterministic"],
     )
     for name, tensor in tensors.items():

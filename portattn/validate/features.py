@@ -17,6 +17,7 @@ from portattn.schema.problem import Problem
 from portattn.schema.problem_limits import MAX_TREE, UNLIMITED, chunk_or_none
 from portattn.schema.symbolic_int import is_size
 from portattn.schema.tensors import INT32_MAX, TRITON_DTYPE
+from portattn.validate import score_options
 from portattn.validate.checks import (
     DTYPES,
     as_tensor,
@@ -55,7 +56,7 @@ def as_window(text: str, op: str, rows: Any, keys: Any, whole: bool) -> tuple[st
         rows, keys: sizes of dense tensors; an unknown torch.SymInt is not compared
         whole: no sequence of dense tensors has a length of its own, and results may depend on sizes
     """
-    found = score_program.as_window(text)
+    found = score_options.as_window(text)
     if found is None or found == (UNLIMITED, UNLIMITED):
         return found and ("none", found)
     cached = op not in BACKWARD
@@ -281,7 +282,7 @@ class Features:
 
     def score_mod(self, text: Any, scores: Scores) -> None:
         self._program("score_mod", text, "f")
-        cap = score_program.as_softcap(text)
+        cap = score_options.as_softcap(text)
         if cap is not None and not self.problem.get("softcap") and FLOAT32_TINY <= cap <= FLOAT32_MAX:
             self.softcap(cap, scores)
             self._replaced("score_mod", f"softcap={cap}")
@@ -342,7 +343,7 @@ class Features:
         if tensor.is_floating_point():
             self.floating.append(tensor)
             if wants_gradients(tensor):
-                self.problem["grad_captured"] = True
+                self.problem["grad_captured"] = self.problem.get("grad_captured", 0) | 1 << CAPTURED.index(name)
 
     captured_0 = functools.partialmethod(_captured, "captured_0")
     captured_1 = functools.partialmethod(_captured, "captured_1")

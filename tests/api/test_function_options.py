@@ -15,11 +15,11 @@ import portattn
 from portattn.api import masks
 from portattn.api.score_functions import cached_trace
 from portattn.integrations.flex_attention import create_block_mask, flex_attention
-from portattn.kernels.score_program import as_softcap, as_window
 from portattn.planning.planner import plan
 from portattn.planning.registry import parse_target
 from portattn.reference.score_functions import evaluate
 from portattn.schema.problem import Problem
+from portattn.validate.score_options import as_softcap, as_window
 
 OFFSET, ZERO = torch.tensor(0), 0
 CAUSAL, PAST, BOTH, WINDOW = "q >= k", "8 >= q - k", "(q - k).abs() <= 5", "(q >= k) & (q - k < 8)"

@@ -5,6 +5,7 @@ torch computes gradients of flex_attention on no CPU: `theirs` is the function t
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -40,15 +41,19 @@ def qkv(
     return [torch.randn(shape, generator=generator) for shape in shapes]
 
 
-def results(run: Callable[..., Sequence[torch.Tensor]], given: Sequence[torch.Tensor], learned: bool = True) -> Tensors:
+def results(
+    run: Callable[..., Sequence[torch.Tensor]], given: Sequence[torch.Tensor], learned: bool = True, added: bool = False
+) -> Tensors:
     """Return run's results for q, k, v and captured tensors, and the gradients of all floating-point tensors.
 
-    Unless the captured tensors are learned, q, k and v alone have gradients."""
+    Unless the captured tensors are learned, q, k and v alone have gradients. If these are added in any order, new
+    memory holds anything in the backward pass: torch fills it in deterministic mode alone."""
     leaves = [t.detach().clone() for t in given]
     for leaf in leaves[: None if learned else 3]:
         leaf.requires_grad_(leaf.is_floating_point())
     with nan_filled_memory():
         found = list(run(*leaves))
+    with contextlib.nullcontext() if added else nan_filled_memory():
         generator = torch.Generator().manual_seed(0)
         # Of a score function that reads no score, torch's LSE has no graph.
         pairs = [(t, torch.randn(t.shape, generator=generator).to(t.dtype)) for t in found[:2]]

@@ -37,7 +37,7 @@ class DenseBackward(CoreKernel):
     op = "attention_backward"
     takes = TAKES | SCORED | score_tensors(op) | {
         "seqlens_q", "leftpad_q", "leftpad_k", "dropout", "grad_lse", "grad_bias", "grad_slopes", "deterministic",
-        "score_mod", "mask_mod",
+        "score_mod", "mask_mod", "grad_captured",
     }  # fmt: skip
     choices: tuple[str, ...] = ("load", "exp", "dot_precision", "grid", "q_operand", "drops", "parts")
     max_head_dim = 256  # both accumulators of a tile of keys stay in registers
@@ -72,6 +72,8 @@ class DenseBackward(CoreKernel):
     def cannot(self, problem: Problem) -> tuple[str, str] | None:
         if problem.grad_bias and (problem.score_mod or problem.mask_mod or problem.block_mask):
             return "a bias's gradient is asked for beside score_mod, mask_mod or block_mask", "backend='reference'"
+        if problem.grad_captured and problem.deterministic:
+            return "gradients of tensors that score_mod reads are added in any order", "backend='reference'"
         return cannot_list(problem) or super().cannot(problem)
 
     def in_blocks(self, problem: Problem, launch: Launch) -> Launch:
@@ -108,7 +110,7 @@ class VarlenBackward(DenseBackward):
     name = "varlen_backward"
     op = "varlen_attention_backward"
     takes = TAKES | SCORED | score_tensors(op) | {
-        "dropout", "grad_lse", "grad_slopes", "deterministic", "score_mod", "mask_mod",
+        "dropout", "grad_lse", "grad_slopes", "deterministic", "score_mod", "mask_mod", "grad_captured",
     }  # fmt: skip
 
     def key_tiles(self, problem: Problem, launch: Launch) -> int:
