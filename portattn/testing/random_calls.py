@@ -10,7 +10,7 @@ import torch
 from portattn.launch.backward import rows_by_block
 from portattn.reference.score_functions import lists_by_key
 from portattn.schema.call import Call
-from portattn.schema.ops import ROWS
+from portattn.schema.ops import CAPTURED, ROWS
 from portattn.schema.problem import Problem
 from portattn.schema.problem_limits import DS_GROUP, SAGE_BLOCK, WORD_ALIGNMENT
 from portattn.schema.tensors import KV_DTYPE, KV_STORED, collapse_broadcast
@@ -32,8 +32,9 @@ def random_gradients(problem: Problem, forward: Any, seed: int, device: str) -> 
     """Return a random call of the problem's gradients, with NaN in the memory of results and for empty rows."""
     p = problem
     without = msgspec.structs.replace(
-        p, op=ROWS[p.op].gradient_of, grad_lse=False, grad_bias=False, grad_slopes=False, deterministic=False
-    )
+        p, op=ROWS[p.op].gradient_of, grad_lse=False, grad_bias=False, grad_slopes=False, grad_captured=0,
+        deterministic=False,
+    )  # fmt: skip
     call: Call = forward(without)
     generator = torch.Generator().manual_seed(seed + 1)
     out, lse = oracle(call)
@@ -59,6 +60,9 @@ def random_gradients(problem: Problem, forward: Any, seed: int, device: str) -> 
         call.grad_bias = torch.full(own, float("nan"), device=device)
     if p.grad_slopes:
         call.grad_slopes = torch.full(lse.shape, float("nan"), device=device)
+    for number, name in enumerate(CAPTURED):
+        if p.grad_captured >> number & 1:
+            setattr(call, f"grad_{name}", torch.zeros(getattr(call, name).shape, device=device))
     # As the forward's own call has it: NaN where nothing is attended, scores that all rows share.
     shared = {name: getattr(call.problem, name) for name in ("bias_by_key", "mask_by_key", "negative_scale")}
     call.problem = msgspec.structs.replace(p, **shared)

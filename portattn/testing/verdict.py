@@ -19,6 +19,7 @@ from portattn.planning.registry import Registry
 from portattn.reference import blockwise, write
 from portattn.schema.call import Call
 from portattn.schema.lowering import Launch, Lowering
+from portattn.schema.ops import CAPTURED
 from portattn.schema.plan import Plan
 from portattn.schema.problem import Problem
 from portattn.schema.target import Target
@@ -44,9 +45,9 @@ DIFFERENTIABLE = ("q", "k", "v", "q_rope", "bias", "sinks", "alibi_slopes")
 def gradients(call: Call, grad_out: torch.Tensor, grad_lse: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
     """Return gradients of sum(out·grad_out) + sum(LSE·grad_lse) in float64, by autograd through the oracle.
 
-    q, k, v and the call's bias, sinks and alibi_slopes have one each, shaped as in the Call (a broadcast bias's is not
-    summed); values of mla_attention are columns of k. Rows and keys that do not count get 0; in rows that attend
-    nothing grad_out and grad_lse may hold anything."""
+    q, k, v, the call's bias, sinks and alibi_slopes, and captured tensors that the problem requests have one each,
+    shaped as in the Call (a broadcast bias's is not summed); values of mla_attention are columns of k. Rows and keys
+    that do not count get 0; in rows that attend nothing grad_out and grad_lse may hold anything."""
     leaves = _leaves(call, torch.float64)
     call = _with(call, leaves)
     out, lse = oracle(call)
@@ -108,7 +109,7 @@ def judge_gradients(
         ulps = torch.finfo(ours.dtype).eps + FLOAT32_STEPS * torch.finfo(torch.float32).eps
         budget = BUDGET_FACTOR * largest(torchs.double() - right) + ulps * largest(right)
         # What slopes and sinks sum up is only as exact as delta, which is made of the rounded output.
-        steps = torch.finfo(call.q.dtype).eps / 2 if name in ("alibi_slopes", "sinks") else 0.0
+        steps = torch.finfo(call.q.dtype).eps / 2 if name in ("alibi_slopes", "sinks", *CAPTURED) else 0.0
         budget += max(FLOAT32_STEPS * torch.finfo(torch.float32).eps, steps) * same.summed[name]
         facts[f"error_{name}"], facts[f"budget_{name}"] = error, budget
         wrong = (torch.isfinite(ours) != torch.isfinite(right)) | ((ours != 0) & ~counts)
@@ -132,6 +133,7 @@ def judge_backward(call: Call, delta: torch.Tensor, precision: str = "ieee") -> 
             ends = call.cu_seqlens_q.tolist()
             of = [parts[0, :, first:end].sum(1) for first, end in itertools.pairwise(ends)]
             found["alibi_slopes"] = torch.stack(of) if of else parts.new_zeros(0, parts.shape[1])
+    found |= {name: getattr(call, f"grad_{name}") for name in _captured(call)}
     facts = judge_gradients(call, found, call.grad_out, call.grad_lse, precision)
     error, budget, wrong = _judge_delta(on_cpu(call), delta.detach().cpu())
     facts["wrong"] += wrong
@@ -197,7 +199,7 @@ def _formulas(call: Call, grad_out: torch.Tensor, grad_lse: torch.Tensor | None,
         products = view.dropped(products)
         ds = probabilities * (products - delta)
         magnitudes = probabilities * (products.abs() + delta.abs())
-    terms = {name: leaf for name, leaf in leaves.items() if name in ("bias", "alibi_slopes")}
+    terms = {name: leaf for name, leaf in leaves.items() if name in ("bias", "alibi_slopes", *CAPTURED)}
     # Softcap's derivative, and sums over what a slope is for.
     d_scaled, *d_terms = torch.autograd.grad(scores, [scaled, *terms.values()], ds, retain_graph=True)
     (m_scaled,) = torch.autograd.grad(scores, [scaled], magnitudes)
@@ -214,12 +216,13 @@ def _formulas(call: Call, grad_out: torch.Tensor, grad_lse: torch.Tensor | None,
             "bias": largest(magnitudes),
             "alibi_slopes": largest((magnitudes * view.distance).sum(dim=(2, 3))),
         }
+        summed |= dict.fromkeys(_captured(call), float(magnitudes.sum()))  # one element may get all
         results = dict(zip(terms, d_terms, strict=True))
         if call.sinks is not None:
             of_sinks = -torch.exp(call.sinks[None, :, None, None] - lse) * delta
             results["sinks"] = of_sinks.sum(dim=(0, 2, 3))
             summed["sinks"] = largest(of_sinks.abs().sum(dim=(0, 2, 3)))
-    operands = {name: leaf for name, leaf in leaves.items() if name not in ("bias", "alibi_slopes", "sinks")}
+    operands = {name: leaf for name, leaf in leaves.items() if name not in (*terms, "sinks")}
     results |= _pulled([view.q, view.k, view.v], operands, inner)
     summed["q_rope"] = summed["q"]
     return _Found({name: results[name].to(dtypes[name]) for name in leaves}, summed)
@@ -234,7 +237,7 @@ def _across(view: DenseView, of_scores: torch.Tensor, rows: torch.Tensor) -> tor
 
 
 def _leaves(call: Call, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-    found = {name: getattr(call, name) for name in DIFFERENTIABLE}
+    found = {name: getattr(call, name) for name in (*DIFFERENTIABLE, *_captured(call))}
     if call.problem.op == "mla_attention":
         del found["v"]  # columns of k
     return {
@@ -242,6 +245,11 @@ def _leaves(call: Call, dtype: torch.dtype | None = None) -> dict[str, torch.Ten
         for name, tensor in found.items()
         if tensor is not None
     }
+
+
+def _captured(call: Call) -> list[str]:
+    """Return the names of the tensors that score_mod reads whose gradients are requested."""
+    return [name for number, name in enumerate(CAPTURED) if call.problem.grad_captured >> number & 1]
 
 
 def _with(call: Call, leaves: Mapping[str, Any]) -> Call:
@@ -277,7 +285,7 @@ def _counted(call: Call) -> dict[str, torch.Tensor]:
     view = dense_view(call)
     found = _pulled([view.q, view.k, view.v], leaves, [torch.ones_like(x) for x in (view.q, view.k, view.v)])
     counted = {name: gradient != 0 for name, gradient in found.items()}
-    for name in ("sinks", "alibi_slopes"):
+    for name in ("sinks", "alibi_slopes", *CAPTURED):
         if name in counted:
             counted[name] = torch.ones_like(counted[name])
     if "bias" in counted:

@@ -23,6 +23,11 @@ WOVEN = (
     "t5 f div t4 t2\nt6 b load c1 b q_idx\nt7 f where t6 t5 -inf\nt8 f maximum t7 score\nt9 f abs t8\n"
     "t10 f add t9 1.5\nt11 f log t10\nt12 f sqrt t10\nt13 f mul t11 t12\nt14 f sub t13 score\nout t14"
 )
+# Tensors of heads, of keys and of rows, the first of which is read twice.
+LEARNED = (
+    "c0 f 1 0\nc1 f 2 1\nc2 f 2 3\nt0 f load c0 h\nt1 f load c1 b kv_idx\nt2 f load c2 q_idx h\nt3 f mul score t0\n"
+    "t4 f tanh t1\nt5 f mul t4 t2\nt6 f add t3 t5\nt7 f load c0 b\nt8 f sub t6 t7\nout t8"
+)
 BAND = (
     "t0 i sub q_idx kv_idx\nt1 i abs t0\nt2 i positive_mod kv_idx 5\nt3 b le t1 t2\nt4 b eq h 1\nt5 b or t3 t4\nout t5"
 )
@@ -42,7 +47,9 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
     "band": {"mask_mod": BAND},
     "tree": {"mask_mod": TREE},
     "documents": {"score_mod": TABLE, "mask_mod": DOCUMENTS, "alibi_slopes": True},
+    "learned": {"score_mod": LEARNED, "softcap": True},
 }
+CAPTURED = {"table": 1, "documents": 1, "learned": 7}  # bits of tensors whose gradients are asked for
 NAN = float("nan")
 OPS = ("dense", "padded", "varlen", "decode", "paged", "ragged")
 
@@ -69,7 +76,8 @@ def test_functions_over_quantised_caches(device: Device, kind: str) -> None:
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_gradients_are_right(device: Device, base: dict, name: str) -> None:
     for seed, causal in enumerate(CAUSAL):
-        fields = {"heads_q": 4} | FUNCTIONS[name] | ({"window_left": 9} if seed == 1 else {})
+        fields = {"heads_q": 4, "grad_captured": CAPTURED.get(name, 0)} | FUNCTIONS[name]
+        fields |= {"window_left": 9} if seed == 1 else {}
         call = gradient_cases.random(device, seed, base, causal=causal, **fields)
         gradient_cases.check(device, call)
 
@@ -79,7 +87,7 @@ BLOCKS: dict[str, Any] = {"batch": 1, "block_mask": True, "block_q": 16, "block_
 LISTED: dict[str, dict[str, Any]] = {
     "alone": {}, "band": {"mask_mod": BAND}, "sinks": {"mask_mod": BAND, "sinks": True},
     "documents": FUNCTIONS["documents"] | {"causal": "bottom_right", "window_left": 40},
-    "lengths": {"mask_mod": BAND, "seqlens_q": True, "seqlens_k": True},
+    "learned": FUNCTIONS["learned"], "lengths": {"mask_mod": BAND, "seqlens_q": True, "seqlens_k": True},
     "causal": {"causal": "bottom_right", "seq_k": 40}, "whole blocks": {"mask_mod": BAND, "seq_q": 48, "seq_k": 96},
 }  # fmt: skip
 
@@ -91,7 +99,7 @@ def test_lists_are_right(device: Device, name: str) -> None:
         fields = {"heads_q": 4} | BLOCKS | LISTED[name]
         call = random_call(problem("dense", **fields), seed, device=device.name)
         assert_right(call, *run_core(device, call, launch={"block_n": 16 + 16 * seed}))
-        call = gradient_cases.random(device, seed, **fields)
+        call = gradient_cases.random(device, seed, **fields, grad_captured=CAPTURED.get(name, 0))
         call.q[:, :, 32:48] = NAN  # no list of these rows names a block
         gradient_cases.check(device, call, block_n=16, rows_n=16 + 16 * seed)
         if name == "band":
