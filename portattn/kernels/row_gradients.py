@@ -81,10 +81,10 @@ def backward_delta(
 )  # fmt: skip
 def backward_rows(
     q, k, v, grad_out, forward_lse, delta, grad_q, grad_slopes,
+    grad_captured_0, grad_captured_1, grad_captured_2, grad_captured_3,
     seqlens_q, seqlens_k, leftpad_q, leftpad_k, cu_seqlens_q, cu_seqlens_k,
     alibi_slopes, bias, mask, block_mask,
-    captured_0, captured_1, captured_2, captured_3,
-    grad_captured_0, grad_captured_1, grad_captured_2, grad_captured_3, dropout_seed,
+    captured_0, captured_1, captured_2, captured_3, dropout_seed,
     scale, softcap, keep_scale,
     q_stride_b, q_stride_h, q_stride_s, q_stride_d,
     k_stride_b, k_stride_h, k_stride_s, k_stride_d,

@@ -136,8 +136,8 @@ def calls(plan: Plan, call: Call, cores: int) -> tuple[list[KernelCall], torch.T
     by_rows = KernelCall(
         BY_ROWS, "backward_rows", grid(tiles),
         {
-            **tensors, "grad_q": call.grad_q, "grad_slopes": call.grad_slopes, **options,
-            **{name: getattr(call, name) for name in CAPTURED_GRADIENTS}, **inputs,
+            **tensors, "grad_q": call.grad_q, "grad_slopes": call.grad_slopes,
+            **{name: getattr(call, name) for name in CAPTURED_GRADIENTS}, **options, **inputs,
             **outer_strides("dq", call.grad_q, "bhs"), **scores, **block_strides(call),
             "heads_q": problem.heads_q, **sizes, "row_tiles": row_tiles, "together": together, "tiles": tiles, **rest,
         },

@@ -29,6 +29,7 @@ from portattn.backends.ascend.linalg.mlir_text import (
 from portattn.launch import KernelCall, has_rows, kernel_calls, signature
 from portattn.planning.registry import Registry
 from portattn.schema.call import Call
+from portattn.schema.ops import CAPTURED_GRADIENTS
 from portattn.schema.problem import Problem
 from portattn.schema.target import Target
 from portattn.schema.tensors import spans
@@ -245,7 +246,9 @@ ELEMENT_OF = {
 NUMBER_OF = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "f32": ctypes.c_float}
 WORKSPACE = 1 << 16  # bytes for the lock and the workspace that the adapter adds; kernels without atomics use neither
 # Arguments that a kernel may write, by the names that all core kernels have for them.
-OUTPUTS = ("out", "lse", "delta", "grad_q", "grad_k", "grad_v", "grad_bias", "grad_slopes", "grad_parts")
+OUTPUTS = (
+    "out", "lse", "delta", "grad_q", "grad_k", "grad_v", "grad_bias", "grad_slopes", "grad_parts", *CAPTURED_GRADIENTS,
+)  # fmt: skip
 
 
 class LaunchReport(msgspec.Struct, frozen=True):
