@@ -6,7 +6,7 @@ key_gradients.py    backward_keys
 gradients.py        backward_bias: the gradient of a bias, summed over every axis that it was broadcast over. A program
                     computes a tile of the bias's own elements, and goes through all scores that they were added to
 
-No program adds to what another one writes: results repeat bit by bit.
+No program adds to another's results, so they repeat bit by bit; gradients of captured tensors alone are added up.
 
 P = exp(S - LSE), dV = Pᵀ·dO, dP = dO·Vᵀ, dS = P·(dP - delta), dQ = scale·dS·K, dK = scale·dSᵀ·Q.
 Source: Dao, "FlashAttention-2" (2023), algorithm 2.

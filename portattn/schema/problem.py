@@ -93,8 +93,8 @@ class Problem(Flags, metaclass=_ByKeyword, frozen=True, kw_only=True, forbid_unk
         rotary, rotary_dim: append and write: keys get a rotary embedding in their first rotary_dim columns
         large: a tensor spans 2 GiB or more, so 32-bit byte offsets do not reach all of it
         needs_grad, dropout: autograd will ask for gradients; dropout_p > 0
-        grad_lse, grad_bias, grad_slopes, grad_captured: the LSE has a gradient; the bias's, the slopes' and those of
-            tensors that functions read are requested, bit n of captured tensor n
+        grad_lse, grad_bias, grad_slopes, grad_captured: the LSE has a gradient; gradients of the bias, the slopes and
+            captured tensors are requested, bit n for captured tensor n
         deterministic: results must repeat bit by bit (torch.use_deterministic_algorithms)
         invariant: a row's keys are summed in one order, whatever the call's sizes and its other rows are
         negative_scale: the scores' factor is below 0: kernels carry its sign in Q

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from flex_cases import HEADS, KEYS, Expression, assert_right, qkv, results, theirs
+from flex_cases import HEADS, KEYS, ROWS, Expression, assert_right, qkv, results, theirs
 
 import portattn
 from portattn.integrations.flex_attention import AuxRequest, create_block_mask, flex_attention
@@ -57,6 +57,28 @@ def test_random_programs_on_kernels(seed: int) -> None:
     """Of every second program captured tensors have gradients, too."""
     check_program(seed, "interpreter", learned=bool(seed % 2))
     assert portattn.last_backward_plan().path == "interpreter"
+
+
+@pytest.mark.interpreter
+def test_kernels_add_gradients_of_captured_tensors() -> None:
+    """Of packed rows and transformed calls, too; in deterministic mode the reference computes them."""
+    rows = torch.tensor([0, 20, 20, ROWS], dtype=torch.int32)
+    packed = [tensor[0].transpose(0, 1) for tensor in qkv(keys=ROWS)]
+    table = torch.randn(HEADS, 2 * ROWS).requires_grad_()
+
+    def call(own: torch.Tensor) -> torch.Tensor:
+        mod = lambda s, b, h, i, j: s + own[h, i - j + ROWS]  # noqa: E731
+        return portattn.varlen_attention(*packed, rows, rows, 20, 20, score_mod=mod, causal=True).square().sum()
+
+    def eagerly(own: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(call(own), own)[0]
+
+    with portattn.settings(backend="reference"):
+        right = eagerly(table)
+    for gradient, path in ((eagerly, "interpreter"), (torch.func.grad(call), "interpreter"), (eagerly, "reference")):
+        with portattn.settings(backend="interpreter", deterministic=path == "reference"):
+            torch.testing.assert_close(gradient(table), right, atol=1e-4, rtol=1e-4)
+        assert portattn.last_backward_plan().path == path
 
 
 POINTS, PARTS = torch.randn(KEYS, 3), torch.randint(0, 9, (KEYS, 3), dtype=torch.int32)

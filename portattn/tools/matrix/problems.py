@@ -66,7 +66,6 @@ CAUSAL: Fields = WIDE | {"causal": "bottom_right"}
 ALIBI = "c0 f 1 0\nt0 f load c0 h\nt1 i sub kv_idx q_idx\nt2 f to_f t1\nt3 f mul t0 t2\nt4 f add score t3\nout t4"
 DOCUMENTS = "c1 i 1 1\nt0 i load c1 q_idx\nt1 i load c1 kv_idx\nt2 b eq t0 t1\nout t2"
 FUNCTIONS: Fields = {"score_mod": ALIBI, "mask_mod": DOCUMENTS}
-LEARNED: Fields = WIDE | FUNCTIONS | {"grad_captured": 1}
 LATENT: Fields = {"dtype": "bf16", "head_dim": 576, "head_dim_v": 512}
 
 
@@ -110,12 +109,12 @@ def quick() -> list[NamedProblem]:
         dense(dtype="fp16", head_dim=64, causal="bottom_right"), dense("GQA", **CAUSAL, heads_k=4),
         dense("padded, LSE", dtype="fp16", head_dim=80, return_lse=True, **PADDED), dense(dtype="fp32", head_dim=64),
         dense("functions", **WIDE, **FUNCTIONS), varlen("window, softcap", **CAUSAL, softcap=True, **WINDOW),
-        gradients("GQA", **CAUSAL, heads_k=2), gradients("functions", **LEARNED, block_mask=True),
-        packed_gradients(dtype="fp16", head_dim=64, causal="bottom_right"), decode("GQA", **WIDE),
-        paged("GQA", **WIDE, page_size=16), sparse("weights", dtype="fp16", head_dim=128, log_weights=True),
-        *(make(**CAUSAL) for make in (blocks, block_gradients)), mla(**LATENT), append(**WIDE),
+        gradients("GQA", **CAUSAL, heads_k=2), decode("GQA", **WIDE), paged("GQA", **WIDE, page_size=16),
+        gradients("functions", **WIDE, **FUNCTIONS, block_mask=True, grad_captured=1), append(**WIDE),
+        packed_gradients(dtype="fp16", head_dim=64, causal="bottom_right"), mla(**LATENT), topk(dtype="fp32"),
+        sparse("weights", dtype="fp16", head_dim=128, log_weights=True), indexer("e4m3, scales token", **WIDE, **E4M3),
+        *(make(**CAUSAL) for make in (blocks, block_gradients)),
         write("rotary, e4m3 cache, scales token", **WIDE, **E4M3, **ROTARY),
-        indexer("e4m3, scales token", **WIDE, **E4M3), topk(dtype="fp32"),
     ]  # fmt: skip
 
 
