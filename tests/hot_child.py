@@ -19,6 +19,7 @@ import fakedriver
 import msgspec
 import torch
 from threads import run_threads
+from torch.utils.flop_counter import FlopCounterMode
 
 fake = fakedriver.install()
 import opcalls
@@ -360,6 +361,60 @@ def warm() -> None:
     assert monitor._armed is False
 
 
+def passed(arguments: Any, towards: Any, around: Any = contextlib.nullcontext, **options: Any) -> tuple[Any, Any]:
+    """Launches of a training call and of its backward pass, which runs inside `around`, and the call's result."""
+    fake.library.fake_clear()
+    chip.allocated.clear()
+    out = portattn.attention(**arguments)
+    with around():
+        gradients = torch.autograd.grad(out, [arguments[name] for name in "qkv"], towards, **options)
+    named = arguments | {"do": towards} | {f"d{name}": one for name, one in zip("qkv", gradients, strict=True)}
+    launches = fake.launches()
+    own = [t for t in chip.allocated if any(_holds(one, t) for one in launches)]
+    chip.allocated[:] = [t for t in own if all(t is not one for one in gradients)]
+    return chip.normal(launches, named), out
+
+
+def passes() -> None:
+    """Backward passes by native.c and by Python: which of the two computes each, and that it launches the same."""
+
+    def given(heads: int, rows: int, axis: int = 1) -> dict[str, Any]:
+        leaves = (torch.zeros(1, heads, rows, 64, dtype=torch.bfloat16).transpose(1, axis) for _ in "qkv")
+        return {n: next(leaves).requires_grad_() for n in "qkv"} | {"causal": True, "backend": "triton"}
+
+    ways, make = list[str](), cache.native_backward
+
+    def counted(*about: Any, **parts: Any) -> Any:
+        function = make(*about, **parts)
+        return lambda *tensors: (made := function(*tensors), ways.append("C" if type(made) is tuple else "Python"))[0]
+
+    cache.native_backward = counted
+    plain, (towards, short) = given(4, 32), (torch.zeros(1, 4, n, 64, dtype=torch.bfloat16) for n in (64, 32))
+    cases: dict[str, tuple[Any, ...]] = {
+        "the same": (plain, short), "like it": (given(4, 32), short), "other sizes": (given(4, 64), towards),
+        "like the first": (plain, short), "other strides": (given(32, 4, 2), short), "deterministic": (plain, short),
+        "a gradient of strides 0": (plain, short[:, :, :1, :1].expand(short.shape)),
+        "a mode": (plain, short, lambda: FlopCounterMode(display=False)),
+        "forgotten": (plain, short, lambda: contextlib.nullcontext(cache.forget())),
+    }  # fmt: skip
+    found["passes"] = seen = dict[str, Any]()
+    with portattn.settings(isolate="never", canary="never"):
+        for name in [*list(cases)[:-1], *cases]:
+            torch.use_deterministic_algorithms(way := name == "deterministic")
+            ways.clear()
+            launches, out = passed(*cases[name])
+            plans = portattn.last_plan(), portattn.last_backward_plan()
+            out.grad_fn.about[0].natives[way] = None  # Python computes the next one, and makes it anew
+            same = launches == passed(*cases[name])[0] or ways == ["Python"]  # which copies to anywhere
+            seen[name] = [*ways, *(plan.problem.op for plan in plans), same]
+        ways.clear()
+        passed(plain, short, create_graph=True)
+        out = portattn.attention(**plain)
+    # With the environment's settings, in a thread without calls.
+    run_threads(lambda: (out.backward(short), ways.append(str(portattn.last_plan()))))
+    seen["elsewhere"] = ways
+
+
 def trained() -> None:
     """A training call by native.c and by Python: its launches, those of its gradients, and its graph."""
     q, k, v = (torch.zeros(1, 4, 32, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
@@ -383,11 +438,8 @@ def trained() -> None:
                 with contextlib.suppress(portattn.ArgumentError):
                     into(place, "attention", **given)
             written = place.requires_grad or any(_holds(one, place) for one in fake.launches())
-            chip.allocated.clear()
-            out = portattn.attention(**arguments)
-            gradients = torch.autograd.grad(out, (q, k, v), towards)
-            named = arguments | {"do": towards} | {f"d{name}": one for name, one in zip("qkv", gradients, strict=True)}
-            seen.append([chip.normal(fake.launches(), named), alone, out.grad_fn.name(), written])
+            launches, out = passed(arguments, towards)
+            seen.append([launches, alone, out.grad_fn.name(), written])
             for entry in entries:
                 entry.hit = None
         found["training"] = {
@@ -412,5 +464,6 @@ if triton_compat.version() >= (3, 6):
 concurrent()
 taken()
 trained()
+passes()
 warm()
 print(json.dumps(found))

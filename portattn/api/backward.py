@@ -18,6 +18,7 @@ from portattn.api.score_functions import made_once
 from portattn.api.torch_ops import SIGNATURES, OperatorSignature, arguments_of
 from portattn.config import Settings, current
 from portattn.errors import PathUnavailable
+from portattn.launch import cache
 from portattn.launch.backward import rows_by_block
 from portattn.planning.backend import PathRejection
 from portattn.planning.core_path import backward_problem, own_names, own_path
@@ -34,6 +35,8 @@ _MADE = (
     "forward_out", "forward_lse", "grad_out", "grad_lse", "grad_q", "grad_k", "grad_v", "grad_slopes", "grad_bias",
     "block_rows", "block_starts", "block_chunks", "block_queries", *CAPTURED_GRADIENTS,
 )  # fmt: skip
+# Saved after a node's arguments, and made for its backward pass, in native.c's order.
+_SAVED, _OWN = ("forward_out", "forward_lse"), ("grad_out", "grad_q", "grad_k", "grad_v")
 
 
 def may_have_kernels(op: str, q: torch.Tensor, v: torch.Tensor, backend: Any) -> bool:
@@ -146,6 +149,28 @@ class _Way:
         self._known: dict[Any, Any] = {}
         self._last: tuple[Any, Any, Any] = (None, None, None)  # values, the rest of the key, the result
 
+    def native(
+        self, arguments: Sequence[str], values: tuple[Any, ...], device_type: str, settings: Settings
+    ) -> Callable[..., Any] | None:
+        """Return native.c's function of a cached backward pass, for gradients of q, k and v; None if there is none.
+
+        arguments: names of a node's arguments, tensors after the first. The function takes the saved tensors (these,
+        out and the LSE), the lengths, which arguments' gradients are wanted, and out's gradient. It returns a gradient
+        for each argument, or NotImplemented if `gradients` must compute them."""
+        fixed = self.values(values, device_type, settings)
+        known = {place: name for name, place in self.source.items()}
+        if fixed is None or self.lists_rows or not {known[place] for place in self.unknown}.isdisjoint(arguments):
+            return None
+        if "block_mask" in arguments:
+            return None
+        places = {name: place for place, name in enumerate((*arguments[1:], *_SAVED, *_OWN))}
+        own = {name.removeprefix("grad_"): place for place, name in enumerate(_OWN[1:])}
+        return cache.native_backward(
+            device_type, op=self.op, values=fixed, settings=settings, plans=vars(dispatch), last="_last_backward",
+            order=tuple(places.get(name, -1) for name in ROWS[self.op].tensors),
+            results=tuple(own.get(name, -1) for name in arguments),
+        )  # fmt: skip
+
     def listed(self, tensors: Sequence[Any], values: Sequence[Any]) -> tuple[torch.Tensor, ...]:
         """Return the rows whose lists name each block of keys, their beginnings and their chunks."""
         named = dict(zip(self._forward, values, strict=True))
@@ -188,6 +213,10 @@ def _deterministic(settings: Settings) -> bool:
 
 _MOST_KNOWN = 1024
 _WAYS = {forward: _Way(forward) for forward in BACKWARD}
+
+
+def native(op: str, *about: Any) -> Callable[..., Any] | None:
+    return _WAYS[op].native(*about)
 
 
 def compute_gradients(

@@ -32,7 +32,8 @@ _MOST_KNOWN = 1024
 class TrainingNode:
     """Makes the results of training calls nodes of autograd's graph: calls alike in all but tensors and lengths."""
 
-    __slots__ = ("_absent", "_places", "arguments", "asked", "op", "returns_lse", "settings", "values")
+    __slots__ = ("_absent", "_places", "arguments", "asked", "natives", "op", "returns_lse", "settings", "values")
+    apply: Any  # makes a node of autograd's graph: _Call's, below
 
     def __init__(self, op: str, tensors: Sequence[Any], values: tuple[Any, ...]) -> None:
         self.op, self.values, self.settings = op, values, current()
@@ -46,11 +47,13 @@ class TrainingNode:
         # If the first tensors alone are given, as Q, K and V are, nothing must be sorted.
         first = self._places == tuple(range(len(self._places)))
         self._absent = (None,) * (len(every) - len(self._places)) if first else None
+        # native.c's functions of a backward pass, by whether torch's algorithms are to be deterministic.
+        self.natives: list[Any] = [None, None]
 
     def __call__(self, tensors: tuple[Any, ...], lengths: tuple[Any, ...], results: Any) -> Result:
         """Return results as the call does, as outputs of a node. results: (out, LSE), without a graph."""
         # torch handles each argument of a node by itself: all values are one argument, and absent tensors are left out.
-        found: Result = _apply((self, lengths, results), *[tensors[place] for place in self._places])
+        found: Result = self.apply((self, lengths, results), *[tensors[place] for place in self._places])
         return found
 
     def tensors(self, given: Sequence[Any]) -> tuple[Any, ...]:
@@ -179,11 +182,17 @@ class _Call(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Any, grad_lse: Any = None) -> Any:
         node, lengths = ctx.about
-        saved, names = ctx.saved_tensors, node.arguments
+        saved, wanted, names = ctx.saved_tensors, ctx.needs_input_grad, node.arguments
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        native = node.natives[deterministic]
+        if native is not None and grad_lse is None and not torch.is_grad_enabled():
+            found = native(saved, lengths, wanted, grad_out)
+            if found is not NotImplemented:
+                return found
         if grad_out is None and grad_lse is None:
             return (None,) * len(names)
         *given, out, lse = saved
-        asked = tuple(compress(names, ctx.needs_input_grad))
+        asked = tuple(compress(names, wanted))
         # create_graph=True: second derivatives are refused when they are computed. is_grads_batched=True: torch
         # calls an operator for each gradient, which no kernel could tell apart.
         record = torch.is_grad_enabled() or are_mapped(grad_out, grad_lse)
@@ -194,8 +203,13 @@ class _Call(torch.autograd.Function):
         else:  # torch runs a backward pass in threads of its own, where no block of settings is open
             with using(node.settings):
                 made = compute(*parts)
+        if native is None:
+            node.natives[deterministic] = backward.native(node.op, names, node.values, out.device.type, node.settings)
         return tuple(map(made.get, names))
 
 
 # `_Call.apply` without 2 µs of Python, which unwraps tensors of ended transforms: no call with one comes here.
-_apply = super(torch.autograd.Function, _Call).apply
+TrainingNode.apply = super(torch.autograd.Function, _Call).apply
+_node_type: Any = getattr(_Call, "_backward_cls", None)
+if _node_type is not None:  # torch's engine calls its `apply`: two frames of Python less
+    _node_type.apply = _Call.backward

@@ -20,11 +20,11 @@ import torch
 from torch.autograd import forward_ad
 
 from portattn.config import BLOCK, Settings, environment_settings
-from portattn.launch import cudadriver
+from portattn.launch import cudadriver, torch_compat
 from portattn.launch.cached_launch import CachedLaunch
 from portattn.launch.native import reader
 from portattn.launch.symbolic_tensor import TensorKind
-from portattn.launch.torch_compat import guard, in_mode, mode_depth
+from portattn.launch.torch_compat import guard, in_mode, mode_depth, recording
 from portattn.schema.tensors import POINTER_ALIGNMENT
 
 MAX_KINDS = 1024  # kept; past that the oldest is forgotten
@@ -41,7 +41,7 @@ class CallKey:
     """All of a call but its sizes, with its shape classes. `only`, if given, are the sizes that it is restricted to."""
 
     __slots__ = (
-        "_absent", "_distinct", "_guard", "_lengths", "_natives", "_only", "_present",
+        "_absent", "_distinct", "_guard", "_lengths", "_natives", "_only", "_present", "_recording",
         "_residues", "_twins", "_types", "classes", "hit", "kinds", "lengths", "names", "op", "places", "record",
         "settings", "value_names", "values",
     )  # fmt: skip
@@ -55,9 +55,9 @@ class CallKey:
         settings: Settings,
         only: Sequence[int] | None = None,
         value_names: Sequence[str] = (),
-        record: Callable[..., Any] | None = None,
+        record: Any = None,
     ) -> None:
-        """Make a key. record: makes the results of a training call a node of autograd's graph (api/training.py)."""
+        """Make a key. record: a training.TrainingNode, which makes results a node of autograd's graph."""
         self.op, self.values, self.settings, self.record = op, values, settings, record
         self.lengths, self.value_names = dict(lengths), tuple(value_names)
         self.names, self._lengths = tuple(tensors), tuple(lengths.values())
@@ -71,7 +71,7 @@ class CallKey:
         absent = [i for i, t in enumerate(every) if t is None]
         self._present, self._absent = tuple(present), tuple(absent)
         self._types = tuple(type(given[i]) for i in self._distinct)
-        self._guard = guard([given[i] for i in self._distinct])
+        self._guard, self._recording = guard([given[i] for i in self._distinct]), recording(given)
         self._residues = [_address(t) & _LOW_BITS for t in given]
         self.kinds = tuple(TensorKind.of(given[i]) for i in self._distinct)
         whose = {place: self._distinct.index(first[id(t)]) for place, t in zip(present, given, strict=True)}
@@ -107,7 +107,7 @@ class CallKey:
             inputs = sizes_of(distinct) + [length for length in lengths if length is not None]
         except RuntimeError:  # nested and sparse tensors: torch's guards end the process at one without sizes
             return None
-        if not self._guard(*distinct):
+        if self._recording not in (None, torch.is_grad_enabled()) or not self._guard(*distinct):
             return None
         addresses = list(map(_address, given))
         # 0: its memory was freed, or it has no element.
@@ -145,9 +145,10 @@ class CallKey:
                 stream=at.stream, empty=at.empty, take=at.take, give=at.give, hooked=direct.hooked, address=_address,
                 types=self._types, shape="shape", strides=_strides, lengths=self._lengths,
                 classes=self._natives, fixed=None if self._only is None else array("q", self._only).tobytes(),
-                record=self.record, noted=last_plan, refused=cudadriver.refuse, low_bits=_LOW_BITS, reader=reader(),
-                absent=self._absent, given=self._present, twins=tuple(i for pair in self._twins for i in pair),
-                distinct=tuple(self._distinct), residues=tuple(self._residues),
+                record=self.record, apply=getattr(self.record, "apply", None), recorded=torch.is_grad_enabled,
+                recording=self._recording, noted=last_plan, refused=cudadriver.refuse, low_bits=_LOW_BITS,
+                reader=reader(), absent=self._absent, given=self._present, distinct=tuple(self._distinct),
+                twins=tuple(i for pair in self._twins for i in pair), residues=tuple(self._residues),
             )  # fmt: skip
         except (TypeError, ValueError):  # more tensors than it has room for
             return None
@@ -190,14 +191,28 @@ _ends: float | None = None  # by the monotonic clock: when something that is kep
 # native.c's way through `kinds` and their `hit`, once there is one: finder(op, tensors, values, lengths, place) gives
 # the results; None where nothing is known of such a call; NotImplemented where it must go by Python.
 finder: Callable[..., Any] | None = None
+_native: Any = None  # native.c's module, of which the finder is
 
 
 def _let_find(module: Any) -> None:
-    global finder
+    global finder, _native
     if finder is None:
+        _native = module
         finder = module.Finder(
             table=_kinds, block=BLOCK, outside=environment_settings, state=globals(), ends="_ends", hit="hit"
         )
+
+
+def native_backward(device_type: str, **parts: Any) -> Callable[..., Any] | None:
+    """Return native.c's function of a cached backward pass, or None if it cannot be used yet. parts: its fields."""
+    reads = reader()
+    if finder is None or reads is None:
+        return None
+    made: Callable[..., Any] = _native.Backward(
+        finder=finder, modes=mode_depth, empty=torch_compat.runtime(device_type).empty, empty_like=torch.empty_like,
+        dtype="dtype", reader=reads, **parts,
+    )  # fmt: skip
+    return made
 
 
 def kinds(op: str, values: tuple[Any, ...]) -> tuple[CallKey, ...]:

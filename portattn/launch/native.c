@@ -6,6 +6,7 @@
               belong to it, and what its launches take of them
    Kind       a kind of call (cache.Kind): is this call of it? Then the class of its sizes allocates, and launches
    Finder     the kinds of an operation (cache.kinds), asked one after the other
+   Backward   the backward pass of a training call: memory for its gradients, and their operation by its kinds
 
    Nothing is decided here that the Python functions do not decide; what is not handled is handed back
    (NotImplemented). Built by native.py at run time. Nothing of CUDA or torch is included: functions come as addresses
@@ -183,7 +184,7 @@ typedef struct {
   int elsewhere;        /* launches on others since */
 } Launches;
 
-static PyTypeObject LaunchesType, SizedType, KindType;
+static PyTypeObject LaunchesType, SizedType, KindType, FinderType;
 
 static uint64_t number(PyObject *owner, Py_ssize_t index) {
   return PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(owner, index)); /* -1 with an exception: looked for once, at the end */
@@ -674,11 +675,12 @@ static PyObject *sized_note(Sized *self) {
 /* ------------------------------------------------------------------------------------------------------------- Kind */
 
 /* What a Kind is made of, by the names that Python gives it: objects, and tuples of integers.
-   classes: a list of Sized; record: record(tensors, lengths, results) makes the results of a training call a node of
-   autograd's graph, None of another call; fixed: the only inputs that it takes, as int64, or None; take, give: of a
+   classes: a list of Sized; apply: apply((record, lengths, results), *tensors) makes the results of a training call a
+   node of autograd's graph, record and apply are None of another call; recording: what recorded() was, which says
+   whether gradients are recorded, None where no tensor requires any; fixed: the only inputs that it takes, as int64, or None; take, give: of a
    launch's memory, None where `empty` makes it */
 #define OBJECTS(X) X(values) X(settings) X(guard) X(levels) X(level_name) X(modes) X(index) X(current) X(stream) X(empty) X(take) X(give) X(hooked) \
-  X(address) X(types) X(shape) X(strides) X(lengths) X(classes) X(record) X(fixed) X(noted) X(refused) X(reader)
+  X(address) X(types) X(shape) X(strides) X(lengths) X(classes) X(record) X(apply) X(recorded) X(recording) X(fixed) X(noted) X(refused) X(reader)
 #define INTEGERS(X) X(absent) X(given) X(twins) X(distinct) X(residues)
 #define COUNTED(name) Integers name;
 /* How tensors of exactly the types of a Kind, and `type`, are read without Python: launch/native.py. */
@@ -756,15 +758,15 @@ static int truth(PyObject *found) { /* of a new reference */
 }
 
 /* The at::Tensor of a tensor of one of the known types; NULL where it must be asked in Python. */
-static void *inside(const Kind *self, PyObject *tensor) {
-  if (!self->reads.offset) return NULL;
-  uint64_t **found = (uint64_t **)((char *)tensor + self->reads.offset);
-  return *found && **found == self->reads.plain ? found : NULL;
+static void *inside(const Reader *reads, PyObject *tensor) {
+  if (!reads->offset) return NULL;
+  uint64_t **found = (uint64_t **)((char *)tensor + reads->offset);
+  return *found && **found == reads->plain ? found : NULL;
 }
 
 /* known: it is of the type that the first call's had */
 static int address_of(Kind *self, PyObject *tensor, uint64_t *address, int known) {
-  void *at = known || (PyObject *)Py_TYPE(tensor) == self->reads.type ? inside(self, tensor) : NULL;
+  void *at = known || (PyObject *)Py_TYPE(tensor) == self->reads.type ? inside(&self->reads, tensor) : NULL;
   if (at && !self->reads.address(at, address)) return 0;
   PyObject *found = PyObject_Vectorcall(self->address, &tensor, 1, NULL);
   if (!found) return -1;
@@ -797,7 +799,7 @@ static int add_numbers(PyObject *found, int64_t *inputs, Py_ssize_t *count) {
 static int inputs_of(Kind *self, PyObject *const *given, PyObject *lengths, int64_t *inputs, Py_ssize_t *count) {
   for (Py_ssize_t i = 0; i < self->distinct.count; i++) {
     PyObject *tensor = given[self->distinct.at[i]];
-    void *at = inside(self, tensor);
+    void *at = inside(&self->reads, tensor);
     const int64_t *sizes, *strides;
     int64_t rank;
     if (at && !self->reads.dim(at, &rank) && !self->reads.sizes(at, &sizes) && !self->reads.strides(at, &strides)) {
@@ -842,6 +844,8 @@ static int same_tensors(Kind *self, PyObject *tensors, PyObject *lengths, PyObje
   if (!level || PyLong_AsLong(level) >= 0) return 0;
   int modes = truth(PyObject_CallNoArgs(self->modes)); /* that see every operator, as a launch is none */
   if (modes) return modes < 0 ? -1 : 0;
+  int recorded = self->recording == Py_None ? 0 : truth(PyObject_CallNoArgs(self->recorded));
+  if (recorded != (self->recording == Py_True)) return recorded < 0 ? -1 : 0;
   int sized = inputs_of(self, given, lengths, inputs, count);
   if (sized <= 0) return sized;
   int alike = truth(PyObject_Vectorcall(self->guard, once, self->distinct.count, NULL));
@@ -890,7 +894,7 @@ static PyObject *some(const Sized *sized, const Integers *places, Py_ssize_t fir
 static int fits(const Kind *self, const Sized *sized, const Integers *places, int64_t code, PyObject *tensor,
                 PyObject *like) {
   if ((PyObject *)Py_TYPE(tensor) != self->reads.type) return 0;
-  void *at = inside(self, tensor), *other = inside(self, like);
+  void *at = inside(&self->reads, tensor), *other = inside(&self->reads, like);
   const int64_t *sizes, *strides;
   int64_t rank, step = 1;
   int32_t dtype, device[2], index[2];
@@ -951,14 +955,12 @@ static void give_back(Kind *self, PyObject *taken) {
    NotImplemented where it must go by Python: no class has its sizes, another device is current, a hook of Triton's is
    set, another thread is in here, or the thread has no context; and where out or lse, as far as tensors can be read
    here, is not as it would be allocated. The last three arguments are None where they are to be allocated, as a
-   training call's results always are. */
-static PyObject *kind_call(PyObject *callable, PyObject *const *args, size_t flags, PyObject *names) {
-  Kind *self = (Kind *)callable;
-  PyObject *given[MOST], *kept[MOST], *result = NULL;
+   training call's results always are. what: where what says the plan goes, a new reference; NULL to note it. */
+static PyObject *kind_run(Kind *self, PyObject *const *args, PyObject **what) {
+  PyObject *given[MOST], *kept[1 + MOST], *result = NULL;
   uint64_t addresses[2 * MOST];
   int64_t inputs[INPUTS];
   Py_ssize_t count = 0;
-  if (PyVectorcall_NARGS(flags) != 7 || !PyTuple_Check(args[0])) return PyErr_Format(PyExc_TypeError, "a Kind takes seven");
   if (PyTuple_GET_SIZE(args[0]) != self->absent.count + self->given.count) Py_RETURN_NONE;
   if (self->record != Py_None && args[4] != Py_None) Py_RETURN_NONE;
   int same = identical(self->values, args[1]);
@@ -1033,7 +1035,8 @@ static PyObject *kind_call(PyObject *callable, PyObject *const *args, size_t fla
     Py_XDECREF(found);
   }
   PyObject *plan = error ? NULL : sized_note(sized);
-  if (!plan || note(self, plan) < 0) goto end;
+  if (!plan || (!what && note(self, plan) < 0)) goto end;
+  if (what) *what = Py_NewRef(plan);
   result = lse ? PyTuple_Pack(2, out, lse) : Py_NewRef(out);
 end:
   launches->busy = 0;
@@ -1042,12 +1045,21 @@ end:
   Py_XDECREF(stream_of);
   if (taken) give_back(self, taken);
   if (result && result != Py_NotImplemented && self->record != Py_None) { /* at last: hooks of autograd run Python */
-    PyObject *asked[] = {args[0], args[2], result}, *recorded = PyObject_Vectorcall(self->record, asked, 3, NULL);
+    kept[0] = PyTuple_Pack(3, self->record, args[2], result);
     Py_DECREF(result);
-    return recorded;
+    if (!kept[0]) return NULL;
+    memcpy(kept + 1, given, self->given.count * sizeof *given);
+    result = PyObject_Vectorcall(self->apply, kept, 1 + self->given.count, NULL);
+    Py_DECREF(kept[0]);
+    return result;
   }
   if (!result && !PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, "CUDA's driver refused a launch");
   return result;
+}
+
+static PyObject *kind_call(PyObject *callable, PyObject *const *args, size_t flags, PyObject *names) {
+  if (PyVectorcall_NARGS(flags) != 7 || !PyTuple_Check(args[0])) return PyErr_Format(PyExc_TypeError, "a Kind takes seven");
+  return kind_run((Kind *)callable, args, NULL);
 }
 
 /* ----------------------------------------------------------------------------------------------------------- Finder */
@@ -1057,46 +1069,56 @@ end:
 #define FOUND(X) X(table) X(block) X(outside) X(state) X(ends) X(hit)
 typedef struct { PyObject_HEAD vectorcallfunc call; FOUND(MEMBER) } Finder;
 
+/* The kinds of an operation and values, a new reference: a tuple; None where nothing is known; NotImplemented where Python
+   must look. */
+static PyObject *kinds_of(Finder *self, PyObject *op, PyObject *values) {
+  PyObject *ends = PyDict_GetItemWithError(self->state, self->ends);
+  if (!ends) return PyErr_Occurred() ? NULL : Py_NewRef(Py_NotImplemented);
+  if (ends != Py_None) Py_RETURN_NOTIMPLEMENTED;
+  PyObject *of_values = PyDict_GetItemWithError(self->table, op), *kinds;
+  if (!of_values) { if (PyErr_Occurred()) return NULL; Py_RETURN_NONE; }
+  if (!PyDict_Check(of_values)) Py_RETURN_NOTIMPLEMENTED;
+  Py_INCREF(of_values); /* comparing values may run Python */
+  kinds = PyDict_GetItemWithError(of_values, values);
+  Py_XINCREF(kinds);
+  Py_DECREF(of_values);
+  if (kinds && !PyTuple_Check(kinds)) Py_SETREF(kinds, Py_NewRef(Py_NotImplemented));
+  if (kinds) return kinds;
+  if (!PyErr_Occurred()) Py_RETURN_NONE;
+  if (!PyErr_ExceptionMatches(PyExc_Exception)) return NULL;
+  PyErr_Clear(); /* an unhashable argument, which validation will name */
+  Py_RETURN_NOTIMPLEMENTED;
+}
+
+/* The results by the first of the kinds that the call is of, or as kinds_of. asked: the arguments of a Kind; what: as of
+   kind_run */
+static PyObject *by_kinds(Finder *self, PyObject *kinds, PyObject *const *asked, PyObject **what) {
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(kinds); i++) {
+    PyObject *kind = PyObject_GetAttr(PyTuple_GET_ITEM(kinds, i), self->hit), *result;
+    if (!kind) return NULL;
+    if (!Py_IS_TYPE(kind, &KindType)) result = Py_NewRef(Py_NotImplemented);
+    else result = kind_run((Kind *)kind, asked, what);
+    Py_DECREF(kind);
+    if (result != Py_None) return result; /* an exception, too */
+    Py_DECREF(result);
+  }
+  Py_RETURN_NONE;
+}
+
 /* finder(op, tensors, values, lengths, place): the results; None where nothing is known of such a call; NotImplemented
    where Python must look. place: None, or where out goes */
 static PyObject *finder_call(PyObject *callable, PyObject *const *args, size_t flags, PyObject *names) {
   Finder *self = (Finder *)callable;
-  if (PyVectorcall_NARGS(flags) != 5) return PyErr_Format(PyExc_TypeError, "a Finder takes five");
-  PyObject *ends = PyDict_GetItemWithError(self->state, self->ends), *kinds, *settings = NULL, *result = NULL;
-  if (!ends) return PyErr_Occurred() ? NULL : Py_NewRef(Py_NotImplemented);
-  if (ends != Py_None) Py_RETURN_NOTIMPLEMENTED;
-  PyObject *of_values = PyDict_GetItemWithError(self->table, args[0]);
-  if (!of_values) { if (PyErr_Occurred()) return NULL; Py_RETURN_NONE; }
-  if (!PyDict_Check(of_values)) Py_RETURN_NOTIMPLEMENTED;
-  Py_INCREF(of_values); /* comparing values may run Python */
-  kinds = PyDict_GetItemWithError(of_values, args[2]);
-  Py_XINCREF(kinds);
-  Py_DECREF(of_values);
-  if (!kinds) {
-    if (!PyErr_Occurred()) Py_RETURN_NONE;
-    if (!PyErr_ExceptionMatches(PyExc_Exception)) return NULL;
-    PyErr_Clear(); /* an unhashable argument, which validation will name */
-    Py_RETURN_NOTIMPLEMENTED;
-  }
+  if (PyVectorcall_NARGS(flags) != 5 || !PyTuple_Check(args[1])) return PyErr_Format(PyExc_TypeError, "a Finder takes five");
+  PyObject *kinds = kinds_of(self, args[0], args[2]), *settings = NULL, *result = NULL;
+  if (!kinds || !PyTuple_Check(kinds)) return kinds;
   if (PyContextVar_Get(self->block, NULL, &settings) < 0) goto end;
   if (!settings || settings == Py_None) {
     Py_XDECREF(settings);
     if (!(settings = PyObject_CallNoArgs(self->outside))) goto end;
   }
-  if (!PyTuple_Check(kinds)) { result = Py_NewRef(Py_NotImplemented); goto end; }
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(kinds); i++) {
-    PyObject *kind = PyObject_GetAttr(PyTuple_GET_ITEM(kinds, i), self->hit);
-    if (!kind) goto end;
-    if (!Py_IS_TYPE(kind, &KindType)) result = Py_NewRef(Py_NotImplemented);
-    else {
-      PyObject *asked[] = {args[1], args[2], args[3], settings, args[4], Py_None, Py_None};
-      result = kind_call(kind, asked, 7, NULL);
-    }
-    Py_DECREF(kind);
-    if (result != Py_None) goto end; /* an exception, too */
-    Py_CLEAR(result);
-  }
-  result = Py_NewRef(Py_None);
+  PyObject *asked[] = {args[1], args[2], args[3], settings, args[4], Py_None, Py_None};
+  result = by_kinds(self, kinds, asked, NULL);
 end:
   Py_XDECREF(settings);
   Py_DECREF(kinds);
@@ -1123,7 +1145,165 @@ static PyObject *finder_new(PyTypeObject *type, PyObject *args, PyObject *named)
   return (PyObject *)self;
 }
 
+/* --------------------------------------------------------------------------------------------------------- Backward */
+
+/* op, values, settings: of the gradients' operation; empty: a Kind's, empty_like: torch's; plans, last: where the plan of the
+   last backward pass is said; order: for each tensor of the operation its place among the saved ones, the result's gradient,
+   and the gradients of q, k and v, -1 of an absent one; results: for each argument of the node whose gradient is its own,
+   -1 where it has none here */
+#define PASS(X) X(finder) X(op) X(values) X(settings) X(modes) X(empty) X(empty_like) X(dtype) X(plans) X(last) X(reader)
+#define PLACES(X) X(order) X(results)
+enum { MADE = 3 };
+typedef struct {
+  PyObject_HEAD vectorcallfunc call;
+  Reader reads;
+  PASS(MEMBER) PLACES(COUNTED)
+  Py_ssize_t like[MADE];                                /* q, k and v among the saved tensors */
+  int64_t seen[MADE][2 * RANK], ranks[MADE];            /* sizes and strides of the last call's */
+  PyObject *ask[MADE];                                  /* arguments that allocate for it; NULL: to be made */
+} Backward;
+
+/* A tuple of integers, or NULL. */
+static PyObject *tuple_of(const int64_t *from, int64_t count) {
+  PyObject *made = PyTuple_New(count);
+  for (int64_t i = 0; made && i < count; i++) {
+    PyObject *item = PyLong_FromLongLong(from[i]);
+    if (!item) Py_CLEAR(made); else PyTuple_SET_ITEM(made, i, item);
+  }
+  return made;
+}
+
+/* Memory for the gradient of a tensor, as torch.empty_like makes it, and NotImplemented where its rows are not contiguous.
+   As before if sizes and strides are: that dtype and device are as well is seen by the kind that it is given to. */
+static PyObject *memory_like(Backward *self, int which, PyObject *tensor) {
+  const int64_t *sizes, *strides;
+  int64_t rank;
+  void *at = PyObject_TypeCheck(tensor, (PyTypeObject *)self->reads.type) ? inside(&self->reads, tensor) : NULL;
+  if (!at || self->reads.dim(at, &rank) || rank < 1 || rank > RANK || self->reads.sizes(at, &sizes) ||
+      self->reads.strides(at, &strides))
+    Py_RETURN_NOTIMPLEMENTED;
+  int64_t *seen = self->seen[which];
+  const size_t bytes = rank * sizeof *seen;
+  if (self->ask[which] && self->ranks[which] == rank && !memcmp(seen, sizes, bytes) && !memcmp(seen + rank, strides, bytes)) {
+    PyObject *ask = Py_NewRef(self->ask[which]), *found = PyObject_Call(self->empty, ask, NULL);
+    Py_DECREF(ask);
+    return found;
+  }
+  int64_t now[2 * RANK];
+  memcpy(now, sizes, bytes), memcpy(now + rank, strides, bytes);
+  PyObject *found = PyObject_Vectorcall(self->empty_like, &tensor, 1, NULL);
+  if (!found) return NULL;
+  if (!(at = inside(&self->reads, found)) || self->reads.strides(at, &strides) || strides[rank - 1] != 1) {
+    Py_DECREF(found);
+    Py_RETURN_NOTIMPLEMENTED;
+  }
+  PyObject *shape = tuple_of(now, rank), *steps = tuple_of(strides, rank), *dtype = PyObject_GetAttr(found, self->dtype);
+  PyObject *ask = shape && steps && dtype ? PyTuple_Pack(3, shape, steps, dtype) : NULL;
+  Py_XDECREF(shape);
+  Py_XDECREF(steps);
+  Py_XDECREF(dtype);
+  if (!ask) { Py_DECREF(found); return NULL; }
+  memcpy(seen, now, 2 * bytes);
+  self->ranks[which] = rank;
+  Py_XSETREF(self->ask[which], ask);
+  return found;
+}
+
+/* Whether a result's gradient has contiguous rows and no stride of 0 (api/backward.py: _rows), and can be read here. */
+static int has_rows(const Reader *reads, PyObject *gradient) {
+  void *at = (PyObject *)Py_TYPE(gradient) == reads->type ? inside(reads, gradient) : NULL;
+  const int64_t *strides;
+  int64_t rank;
+  if (!at || reads->dim(at, &rank) || rank < 1 || reads->strides(at, &strides)) return 0;
+  for (int64_t i = 0; i < rank; i++)
+    if (!strides[i]) return 0;
+  return strides[rank - 1] == 1;
+}
+
+/* backward(saved, lengths, wanted, gradient): the gradients, one for each argument of the node; NotImplemented where
+   Python must compute them. saved: the given tensors, out and the LSE; wanted: whether an argument's gradient is asked for;
+   gradient: out's */
+static PyObject *backward_call(PyObject *callable, PyObject *const *args, size_t flags, PyObject *names) {
+  Backward *self = (Backward *)callable;
+  if (PyVectorcall_NARGS(flags) != 4 || !PyTuple_Check(args[0]) || !PyTuple_Check(args[2]))
+    return PyErr_Format(PyExc_TypeError, "a Backward takes four");
+  const Py_ssize_t saved = PyTuple_GET_SIZE(args[0]), count = self->results.count;
+  if (saved != count + 1 || PyTuple_GET_SIZE(args[2]) != count || !has_rows(&self->reads, args[3])) Py_RETURN_NOTIMPLEMENTED;
+  for (Py_ssize_t i = 0; i < count; i++)
+    if (self->results.at[i] < 0 && PyTuple_GET_ITEM(args[2], i) != Py_False) Py_RETURN_NOTIMPLEMENTED;
+  int modes = truth(PyObject_CallNoArgs(self->modes)); /* would see the memory */
+  if (modes) { if (modes < 0) return NULL; Py_RETURN_NOTIMPLEMENTED; }
+  PyObject *kinds = kinds_of((Finder *)self->finder, self->op, self->values);
+  if (!kinds) return NULL;
+
+  PyObject *made[MADE] = {NULL}, *tensors = NULL, *delta = NULL, *plan = NULL, *result = NULL;
+  int known = PyTuple_Check(kinds);
+  for (int i = 0; known && i < MADE; i++) {
+    if (!(made[i] = memory_like(self, i, PyTuple_GET_ITEM(args[0], self->like[i])))) goto end;
+    known = made[i] != Py_NotImplemented;
+  }
+  if (known) {
+    if (!(tensors = PyTuple_New(self->order.count))) goto end;
+    for (Py_ssize_t i = 0; i < self->order.count; i++) {
+      const int64_t place = self->order.at[i];
+      PyObject *tensor = place < 0 ? Py_None : place < saved ? PyTuple_GET_ITEM(args[0], place) :
+        place == saved ? args[3] : made[place - saved - 1];
+      PyTuple_SET_ITEM(tensors, i, Py_NewRef(tensor));
+    }
+    PyObject *asked[] = {tensors, self->values, args[1], self->settings, Py_None, Py_None, Py_None};
+    if (!(delta = by_kinds((Finder *)self->finder, kinds, asked, &plan))) goto end;
+    known = delta != Py_None && delta != Py_NotImplemented;
+  }
+  if (!known) { result = Py_NewRef(Py_NotImplemented); goto end; }
+  if (PyDict_SetItem(self->plans, self->last, plan) < 0 || !(result = PyTuple_New(count))) goto end;
+  for (Py_ssize_t i = 0; i < count; i++)
+    PyTuple_SET_ITEM(result, i, Py_NewRef(PyTuple_GET_ITEM(args[2], i) == Py_True ? made[self->results.at[i]] : Py_None));
+end:
+  Py_DECREF(kinds);
+  for (int i = 0; i < MADE; i++) Py_XDECREF(made[i]);
+  Py_XDECREF(tensors);
+  Py_XDECREF(delta);
+  Py_XDECREF(plan);
+  return result;
+}
+
+static void backward_free(Backward *self) {
+  PASS(DROP)
+  PLACES(FREE)
+  for (int i = 0; i < MADE; i++) Py_XDECREF(self->ask[i]);
+  Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+/* Backward(every name of PASS and PLACES) */
+static PyObject *backward_new(PyTypeObject *type, PyObject *args, PyObject *named) {
+  Backward *self = (Backward *)type->tp_alloc(type, 0);
+  PyObject *item = NULL;
+  int right = self && named;
+  PASS(TAKE)
+  PLACES(TAKE_INTEGERS)
+  right = right && Py_IS_TYPE(self->finder, &FinderType) && PyDict_Check(self->plans) && take_reader(&self->reads, self->reader) &&
+    self->reads.offset && self->order.count >= MADE;
+  const int64_t saved = right ? self->results.count + 1 : 0;
+  for (Py_ssize_t i = 0; right && i < self->order.count; i++) right = self->order.at[i] <= saved + MADE;
+  for (Py_ssize_t i = 0; right && i < self->results.count; i++) right = self->results.at[i] < MADE;
+  for (int i = 0; right && i < MADE; i++) /* q, k and v are the first tensors of each operation */
+    right = (self->like[i] = self->order.at[i]) >= 0 && self->like[i] < saved;
+  if (!right) {
+    if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "the fields of a Backward are not all there, or do not fit");
+    Py_XDECREF(self);
+    return NULL;
+  }
+  self->call = backward_call;
+  return (PyObject *)self;
+}
+
 /* ---------------------------------------------------------------------------------------------------------------- */
+
+static PyTypeObject BackwardType = {
+  PyVarObject_HEAD_INIT(NULL, 0).tp_name = "Backward", .tp_basicsize = sizeof(Backward),
+  .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL, .tp_vectorcall_offset = offsetof(Backward, call),
+  .tp_call = PyVectorcall_Call, .tp_new = backward_new, .tp_dealloc = (destructor)backward_free,
+};
 
 static PyTypeObject FinderType = {
   PyVarObject_HEAD_INIT(NULL, 0).tp_name = "Finder", .tp_basicsize = sizeof(Finder),
@@ -1155,14 +1335,14 @@ static PyMethodDef methods[] = {
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "portattn_native", NULL, -1, methods};
 
 PyMODINIT_FUNC PyInit_portattn_native(void) {
-  PyTypeObject *types[] = {&LaunchesType, &SizedType, &KindType, &FinderType};
+  PyTypeObject *types[] = {&LaunchesType, &SizedType, &KindType, &FinderType, &BackwardType};
   PyObject *names = PyTuple_New(KINDS), *made = names ? PyModule_Create(&module) : NULL;
   for (int i = 0; made && i < KINDS; i++) {
     PyObject *name = PyUnicode_FromString(OPERATIONS[i]);
     if (!name) Py_CLEAR(made); else PyTuple_SET_ITEM(names, i, name);
   }
   if (made && PyModule_AddObject(made, "OPERATIONS", names) < 0) Py_CLEAR(made);
-  for (int i = 0; made && i < 4; i++) {
+  for (size_t i = 0; made && i < sizeof types / sizeof *types; i++) {
     if (PyType_Ready(types[i]) < 0) { Py_CLEAR(made); break; }
     Py_INCREF(types[i]);
     if (PyModule_AddObject(made, types[i]->tp_name, (PyObject *)types[i]) < 0) Py_CLEAR(made);

@@ -163,7 +163,7 @@ name, path, word = sys.argv[1:]
 loader = importlib.machinery.ExtensionFileLoader(name, path)
 module = importlib.util.module_from_spec(importlib.util.spec_from_file_location(name, path, loader=loader))
 loader.exec_module(module)
-module.Launches, module.Sized, module.Kind, module.Finder
+module.Launches, module.Sized, module.Kind, module.Finder, module.Backward
 print(word)
 """
 _lock = threading.Lock()

@@ -101,7 +101,12 @@ def chip_name(device: torch.device) -> str:
 def guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     """Return a function that tells whether as many values are tensors like these, of any sizes and strides."""
     make = _made if _usable() else _plain
-    return _with_grad_mode(tensors, make(tensors))
+    return make(tensors)
+
+
+def recording(tensors: Sequence[torch.Tensor]) -> bool | None:
+    """Return whether gradients are recorded, None if no tensor requires any: guards see only `requires_grad`."""
+    return torch.is_grad_enabled() if any(t.requires_grad for t in tensors) else None
 
 
 def in_mode() -> bool:
@@ -150,14 +155,6 @@ def _transformed() -> bool:
 
 def _facts(t: torch.Tensor) -> tuple[Any, ...]:
     return (type(t), t.dtype, t.device, t.ndim, t.requires_grad, t.is_neg(), t.layout, t.is_nested)
-
-
-def _with_grad_mode(tensors: Sequence[torch.Tensor], check: Callable[..., bool]) -> Callable[..., bool]:
-    """Add a check of whether gradients are recorded: the guards see only `requires_grad`."""
-    if not any(t.requires_grad for t in tensors):
-        return check
-    recording = torch.is_grad_enabled()
-    return lambda *values: torch.is_grad_enabled() == recording and check(*values)
 
 
 @functools.lru_cache(maxsize=1)

@@ -133,13 +133,13 @@ def test_a_tensor_without_axes_is_named(place):
 def test_a_node_has_the_tensors_that_are_given_alone(monkeypatch):
     """torch handles each argument of a node by itself; gradients come back in the right places all the same."""
     seen: list[int] = []
-    apply = training._apply
+    apply = training.TrainingNode.apply
 
     def counted(about, *given):
         seen.append(len(given))
         return apply(about, *given)
 
-    monkeypatch.setattr(training, "_apply", counted)
+    monkeypatch.setattr(training.TrainingNode, "apply", staticmethod(counted))
     q, k, v = (torch.randn(1, 2, 5, 16, requires_grad=True) for _ in range(3))
     sinks = torch.randn(2, requires_grad=True)  # its place is far from theirs
     portattn.attention(q, k, v, sinks=sinks, backend=KERNELS).sum().backward()

@@ -102,6 +102,14 @@ def test_a_training_call_is_launched_by_c_and_is_a_node(seen: dict[str, Any]) ->
     assert {"do", "dq", "dk", "dv"} <= {name for launch in gradients for name in launch}
 
 
+def test_a_backward_pass_is_one_call_of_c(seen: dict[str, Any]) -> None:
+    """It launches what Python does, which computes the others. The forward's plan stays the last one."""
+    plans, by_python = ["attention", "attention_backward"], ("a gradient of strides 0", "a mode", "forgotten")
+    expected = {name: ["C", *plans, True] for name in seen["passes"]} | {"elsewhere": ["C", "None"]}
+    expected |= {name: ["Python", *plans, True] for name in by_python}
+    assert seen["passes"] == expected
+
+
 def test_threads_have_their_own_addresses(seen: dict[str, Any]) -> None:
     launches, firsts, wrong = seen["threads"]
     assert (launches, firsts, wrong) == (300, 150, [])
