@@ -410,8 +410,7 @@ def passes() -> None:
         ways.clear()
         passed(plain, short, create_graph=True)
         out = portattn.attention(**plain)
-    # With the environment's settings, in a thread without calls.
-    run_threads(lambda: (out.backward(short), ways.append(str(portattn.last_plan()))))
+    run_threads(lambda: (out.backward(short), ways.append(str(portattn.last_plan()))))  # no settings, no calls
     seen["elsewhere"] = ways
 
 
