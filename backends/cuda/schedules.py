@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from portattn.kernels.score_program import FLOAT_INDICES, parse, python_source
+from portattn.kernels.score_program import FLOAT_INDICES, gradient, parse, python_source
 from portattn.schema.problem import Problem
 from portattn.schema.symbolic_int import most
 from portattn.schema.toolchain import Toolchain
@@ -76,6 +76,8 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ValueError(f"columns is {self.columns}, but must be 0 (all) or 64")
 
 
+# What larger caps count as: no score comes near it, and it is small enough for log2(e) times it to be a float32.
+LARGEST_CAP = 1e30
 # Operations of many steps each, with which a thread spills up to 12 KB (Triton 3.6.0).
 SPILLED = frozenset({"sin", "cos", "mod", "floordiv"})
 # gelu has 8 operations, ALiBi 7: with either, heads of 64 and 128 columns spill nothing (Triton 3.6.0).
@@ -83,11 +85,11 @@ MOST_OPERATIONS = 16
 
 
 def function_reasons(p: Problem) -> dict[str, bool]:
-    """Return the reasons why the forward takes no score function of a problem, and whether each holds."""
+    """Return the reasons why no variant takes the score function of a problem, and whether each holds."""
     program = parse(p.score_mod)
     spilled, count = sorted({node.op for node in program.nodes} & SPILLED), len(program.nodes)
     return {
-        f"takes a score_mod of attention alone, not of {p.op}": p.op != "attention",
+        f"takes a score_mod of attention alone, not of {p.op}": p.op not in ("attention", "attention_backward"),
         "takes a score_mod that reads no tensors": bool(program.captures),
         f"takes a score_mod without {', '.join(spilled)}": bool(spilled),
         f"takes a score_mod of at most {MOST_OPERATIONS} operations, not {count}": count > MOST_OPERATIONS,
@@ -98,6 +100,13 @@ def function_reasons(p: Problem) -> dict[str, bool]:
 def function_source(p: Problem) -> str | None:
     """Return the source of a problem's score function (hopper_forward/fragments.py), or None."""
     return python_source(p.score_mod, floats=most(p.seq_q, p.seq_k) <= FLOAT_INDICES) if p.score_mod else None
+
+
+def gradient_source(p: Problem) -> str | None:
+    """Return the source of the derivative of a problem's score function; None where that is 1."""
+    if not p.score_mod or gradient(p.score_mod) == "out grad":
+        return None
+    return python_source(p.score_mod, derivative=True, floats=most(p.seq_q, p.seq_k) <= FLOAT_INDICES)
 
 
 # Small problems for the variants' canaries: each form of the kernels' loops once, by lengths and Triton's release.

@@ -21,10 +21,12 @@ from portattn.backends.cuda.hopper_backward.tile_scheduler import (
     BackwardState,
     block_number,
     first_seen,
+    member_of,
     query_tiles,
+    tile_at,
     work_of,
 )
-from portattn.backends.cuda.hopper_forward.fragments import following
+from portattn.backends.cuda.hopper_forward.fragments import final_scores, following, with_derivative
 from portattn.backends.cuda.hopper_forward.tile_scheduler import attention_mask, last_seen
 
 
@@ -106,24 +108,43 @@ def _dq(shared, form):
 
 
 @gluon.jit
-def _masked(p, m, work, sizes, form):
-    """Return P of a tile in which some row does not see all of the keys."""
+def _places(m, work, form):
+    """Return a tile's query rows and keys, which broadcast with its scores."""
     keys = gl.expand_dims(work.start + gl.arange(0, form.KEYS, gl.SliceLayout(1, form.SCORES)), 1)
     rows = gl.expand_dims(m * form.ROWS + gl.arange(0, form.ROWS, gl.SliceLayout(0, form.SCORES)), 0)
-    return gl.where(attention_mask(keys, rows, work, sizes, form), p, 0.0)
+    return rows, keys
 
 
 @gluon.jit
-def _weights(s, slot, m, tiles, work, scale, sizes, shared, form):
-    p = gl.exp2(s * scale - shared.statistics.index(slot).slice(0, 1).load(form.SCORES))
-    if form.MASKED:
+def _masked(p, m, work, sizes, form):
+    """Return P of a tile in which some row does not see all of the keys."""
+    rows, keys = _places(m, work, form)
+    keep = attention_mask(keys, rows, work, sizes, form)
+    if form.SCORE_MOD is not None:  # of a row that is not there it may make infinity
+        keep = keep & (rows < work.q_length)
+    return gl.where(keep, p, 0.0)
+
+
+@gluon.jit
+def _weights(s, slot, tile, tiles, work, scales, sizes, shared, form):
+    """Return P of a tile, and P times the derivative of the scores by the products' multiples."""
+    m, head = tile
+    scale, softcap = scales
+    rows, keys = m, m
+    if form.SCORE_MOD is not None:
+        rows, keys = _places(m, work, form)
+    final = final_scores(s, work.slot, head, rows, keys, scale, softcap, form)
+    p = gl.exp2(final - shared.statistics.index(slot).slice(0, 1).load(form.SCORES))
+    if form.MASKED or form.SCORE_MOD is not None:
         # A branch, not a loop of its own for masked tiles: accumulators that go from loop to loop are spilled.
         some = m < tiles.clean
         if form.LEFT:
             some = some | (m >= tiles.unclean)
+        if form.SCORE_MOD is not None:
+            some = some | (m * form.ROWS + form.ROWS > work.q_length)
         if some:
             p = _masked(p, m, work, sizes, form)
-    return p
+    return p, with_derivative(p, s, final, work.slot, head, rows, keys, scale, softcap, form)
 
 
 @gluon.jit
@@ -139,7 +160,7 @@ def put(dq, shared, form):
 
 
 @gluon.jit
-def _plain(state, m, more, tiles, work, scale, sizes, shared, form):
+def _plain(state, tile, more, tiles, work, scales, sizes, shared, form):
     """Process one tile after the other, with dQ before dK."""
     dtype: gl.constexpr = shared.k.dtype
     slot = state.slot
@@ -148,12 +169,12 @@ def _plain(state, m, more, tiles, work, scale, sizes, shared, form):
     mbarrier.wait(shared.do_full.index(slot), state.phase)
     dp = _dp(slot, shared, form)
     s = warpgroup_mma_wait(1, deps=[s])
-    p = _weights(s, slot, m, tiles, work, scale, sizes, shared, form)
+    p, slope = _weights(s, slot, tile, tiles, work, scales, sizes, shared, form)
     delta = shared.statistics.index(slot).slice(1, 1).load(form.SCORES)
     do = shared.do.index(slot).reshape([form.ROWS, form.DIM])
     dv = warpgroup_mma(gl.convert_layout(p.to(dtype), form.WEIGHTS), do, state.dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=[dp])
-    ds = (p * (dp - delta)).to(dtype)
+    ds = (slope * (dp - delta)).to(dtype)
     q = shared.q.index(slot).reshape([form.ROWS, form.DIM])
     if form.MESSAGES:
         shared.ds.store(ds)
@@ -175,7 +196,7 @@ def _plain(state, m, more, tiles, work, scale, sizes, shared, form):
 
 
 @gluon.jit
-def _late(state, m, more, tiles, work, scale, sizes, shared, form):
+def _late(state, tile, more, tiles, work, scales, sizes, shared, form):
     """dQ of the tile before under this tile's exponentials; the next tile's scores under dK. For narrow heads, whose
     accumulators leave registers for the scores."""
     dtype: gl.constexpr = shared.k.dtype
@@ -183,13 +204,13 @@ def _late(state, m, more, tiles, work, scale, sizes, shared, form):
     mbarrier.wait(shared.do_full.index(slot), state.phase)
     dp = _dp(slot, shared, form)
     dq = _dq(shared, form)
-    p = _weights(state.s, slot, m, tiles, work, scale, sizes, shared, form)
+    p, slope = _weights(state.s, slot, tile, tiles, work, scales, sizes, shared, form)
     delta = shared.statistics.index(slot).slice(1, 1).load(form.SCORES)
     do = shared.do.index(slot).reshape([form.ROWS, form.DIM])
     dv = warpgroup_mma(gl.convert_layout(p.to(dtype), form.WEIGHTS), do, state.dv, is_async=True)
     dp, dq = warpgroup_mma_wait(1, deps=[dp, dq])
     put(dq, shared, form)
-    ds = (p * (dp - delta)).to(dtype)
+    ds = (slope * (dp - delta)).to(dtype)
     shared.ds.store(ds)
     fence_async_shared()
     q = shared.q.index(slot).reshape([form.ROWS, form.DIM])
@@ -206,18 +227,18 @@ def _late(state, m, more, tiles, work, scale, sizes, shared, form):
 
 
 @gluon.jit
-def _beside(state, m, more, tiles, work, scale, sizes, shared, form):
+def _beside(state, tile, more, tiles, work, scales, sizes, shared, form):
     """P and dS by way of shared memory, each warp group half the columns of dK and dV: for wide heads, whose dQ another
     kernel computes."""
     dtype: gl.constexpr = shared.k.dtype
     slot = state.slot
     mbarrier.wait(shared.do_full.index(slot), state.phase)
     dp = _dp(slot, shared, form)
-    p = _weights(state.s, slot, m, tiles, work, scale, sizes, shared, form)
+    p, slope = _weights(state.s, slot, tile, tiles, work, scales, sizes, shared, form)
     delta = shared.statistics.index(slot).slice(1, 1).load(form.SCORES)
     shared.p.store(p.to(dtype))
     dp = warpgroup_mma_wait(0, deps=[dp])
-    shared.ds.store((p * (dp - delta)).to(dtype))
+    shared.ds.store((slope * (dp - delta)).to(dtype))
     fence_async_shared()
     dv = warpgroup_mma(shared.p, shared.do.index(slot).reshape([form.ROWS, form.DIM]), state.dv, is_async=True)
     dk = warpgroup_mma(shared.ds, shared.q.index(slot).reshape([form.ROWS, form.DIM]), state.dk, is_async=True)
@@ -234,18 +255,29 @@ def _beside(state, m, more, tiles, work, scale, sizes, shared, form):
 
 
 @gluon.jit
-def _step(state, m, more, tiles, work, scale, sizes, shared, form):
+def _step(state, tile, more, tiles, work, scales, sizes, shared, form):
     if form.BESIDE:
-        state = _beside(state, m, more, tiles, work, scale, sizes, shared, form)
+        state = _beside(state, tile, more, tiles, work, scales, sizes, shared, form)
     elif form.LATE:
-        state = _late(state, m, more, tiles, work, scale, sizes, shared, form)
+        state = _late(state, tile, more, tiles, work, scales, sizes, shared, form)
     else:
-        state = _plain(state, m, more, tiles, work, scale, sizes, shared, form)
+        state = _plain(state, tile, more, tiles, work, scales, sizes, shared, form)
     return state
 
 
 @gluon.jit
-def consume(dk_desc, dv_desc, grad_k, grad_v, dk_strides, dv_strides, scale, factor, sizes, shared, form):
+def _tile(i, m, tiles, work, sizes, form):
+    """Return the number of the query tile in step i, and its head's."""
+    head = work.head * sizes.share
+    if form.GROUPED:
+        head += member_of(i, tiles.end - tiles.begin, sizes, form)
+    if form.STAGGER:
+        m = tile_at(m - tiles.begin, tiles, work.start // form.KEYS, form)
+    return m, head
+
+
+@gluon.jit
+def consume(dk_desc, dv_desc, grad_k, grad_v, dk_strides, dv_strides, scales, factor, sizes, shared, form):
     """Compute dK, dV and dQ's tiles, by eight warps."""
     dtype: gl.constexpr = shared.k.dtype
     for j in gl.static_range(form.STAGES):  # every buffer starts free
@@ -281,7 +313,10 @@ def consume(dk_desc, dv_desc, grad_k, grad_v, dk_strides, dv_strides, scale, fac
     for i in range(steps):
         if form.STAGES == 2:  # two registers less
             state = BackwardState(state.s, state.dk, state.dv, i & 1, (i >> 1) & 1)
-        state = _step(state, m, i + 1 < steps, tiles, work, scale, sizes, shared, form)
+        tile = m, work.head
+        if form.SCORE_MOD is not None:  # which otherwise plays no part where no mask is needed
+            tile = _tile(i, m, tiles, work, sizes, form)
+        state = _step(state, tile, i + 1 < steps, tiles, work, scales, sizes, shared, form)
         if form.TURNS:
             if form.GROUPED:  # the other heads' tiles first
                 m = tiles.end - 1 - (i + 1) // sizes.share

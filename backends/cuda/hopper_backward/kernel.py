@@ -43,6 +43,7 @@ from portattn.backends.cuda.hopper_backward.tile_scheduler import (
     wait_for,
     work_of,
 )
+from portattn.backends.cuda.hopper_forward.fragments import score_function
 
 
 @gluon.jit
@@ -169,18 +170,18 @@ def _write_in_turns(dq_desc, turns, sizes, shared, form, second: gl.constexpr):
 
 @gluon.jit(
     do_not_specialize=[
-        "scale", "factor", "dk_stride_h", "dk_stride_s", "dv_stride_h", "dv_stride_s", "batches", "heads", "share",
-        "seq_q", "seq_k", "left", "right", "tiles", "query_tiles", "together",
+        "scale", "softcap", "factor", "dk_stride_h", "dk_stride_s", "dv_stride_h", "dv_stride_s", "batches", "heads",
+        "share", "seq_q", "seq_k", "left", "right", "tiles", "query_tiles", "together",
     ]
 )  # fmt: skip
 def scheduled_backward(
     q_desc, do_desc, k_desc, v_desc, edge_q_desc, edge_do_desc, statistics_desc, dq_desc, turns, dk_desc, dv_desc,
-    grad_k, grad_v, lengths_q, lengths_k, scale, factor, dk_stride_h, dk_stride_s, dv_stride_h, dv_stride_s, batches,
-    heads, share, seq_q, seq_k, left, right, tiles, query_tiles, together,
+    grad_k, grad_v, lengths_q, lengths_k, scale, softcap, factor, dk_stride_h, dk_stride_s, dv_stride_h, dv_stride_s,
+    batches, heads, share, seq_q, seq_k, left, right, tiles, query_tiles, together,
     ROWS: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, MESSAGES: gl.constexpr,
     LATE: gl.constexpr, STAGGER: gl.constexpr, TURNS: gl.constexpr, GROUPED: gl.constexpr, RIGHT: gl.constexpr,
     LEFT: gl.constexpr, TOP_LEFT: gl.constexpr, RAGGED: gl.constexpr, VARYING: gl.constexpr, EDGES: gl.constexpr,
-    UNSEEN: gl.constexpr,
+    UNSEEN: gl.constexpr, SOFTCAP: gl.constexpr, SCORE_MOD: gl.constexpr, SCORE_GRADIENT: gl.constexpr,
     WORKER: gl.constexpr,
 ):  # fmt: skip
     """A block for each tile of keys of each key head.
@@ -195,12 +196,16 @@ def scheduled_backward(
     grad_k, grad_v  the tensors of dk_desc and dv_desc, for the last rows of packed sequences, with their strides in
           steps of 8 elements
     lengths_q, lengths_k  as VARYING says: (B,) lengths or (B + 1,) first rows, int32; None for those that are not given
-    scale     the softmax scale times log2(e)
+    scale     the softmax scale times log2(e); with SOFTCAP scale/softcap, with SCORE_MOD the scale alone
+    softcap   with SOFTCAP log2(e)·softcap
     factor    the softmax scale: dK is dS Q times it
+    SCORE_MOD, SCORE_GRADIENT  None, or sources of a function of scores and of its derivative
     WORKER    registers of a thread of producer and writer. The other constants: BackwardForm
     """
     form = BackwardForm(ROWS, KEYS, DIM, STAGES, MESSAGES, LATE, STAGGER, TURNS, GROUPED, RIGHT, LEFT, TOP_LEFT, RAGGED,
-                VARYING, EDGES, UNSEEN)  # fmt: skip
+                VARYING, EDGES, UNSEEN, SOFTCAP, score_function(SCORE_MOD),
+                score_function(SCORE_GRADIENT))  # fmt: skip
+    gl.static_assert(SCORE_MOD is None or not (SOFTCAP or VARYING == "packed"))
     gl.static_assert(MESSAGES == 0 or KEYS == 128, "what is beside each other has no dQ")
     gl.static_assert(MESSAGES > 0 or not (LATE or TURNS), "there is no dQ to be late, or to be added in turns")
     gl.static_assert(not (TURNS and STAGGER), "in turns blocks begin at their last tile")
@@ -245,13 +250,13 @@ def scheduled_backward(
     sizes = BackwardSizes(
         lengths_q, lengths_k, batches, heads, share, seq_q, seq_k, left, right, tiles, query_tiles, together
     )
-    dk_strides, dv_strides = (dk_stride_h, dk_stride_s), (dv_stride_h, dv_stride_s)
+    dk_strides, dv_strides, scales = (dk_stride_h, dk_stride_s), (dv_stride_h, dv_stride_s), (scale, softcap)
     if TURNS:
         gl.warp_specialize(
             [
                 (
                     consume,
-                    (dk_desc, dv_desc, grad_k, grad_v, dk_strides, dv_strides, scale, factor, sizes, shared, form),
+                    (dk_desc, dv_desc, grad_k, grad_v, dk_strides, dv_strides, scales, factor, sizes, shared, form),
                 ),
                 (
                     _produce,
@@ -268,7 +273,7 @@ def scheduled_backward(
             [
                 (
                     consume,
-                    (dk_desc, dv_desc, grad_k, grad_v, dk_strides, dv_strides, scale, factor, sizes, shared, form),
+                    (dk_desc, dv_desc, grad_k, grad_v, dk_strides, dv_strides, scales, factor, sizes, shared, form),
                 ),
                 (
                     _produce,

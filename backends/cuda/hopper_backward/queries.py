@@ -22,7 +22,7 @@ from portattn.backends.cuda.gluon_names import aggregate, arrive, load, sync
 from portattn.backends.cuda.hopper_backward import STATISTICS_ROWS
 from portattn.backends.cuda.hopper_backward.consumer import clear_rows_outside, rows_stored
 from portattn.backends.cuda.hopper_backward.tile_scheduler import BackwardSizes, first_seen, work_of
-from portattn.backends.cuda.hopper_forward.fragments import following
+from portattn.backends.cuda.hopper_forward.fragments import final_scores, following, score_function, with_derivative
 from portattn.backends.cuda.hopper_forward.tile_scheduler import attention_mask, key_tiles, last_seen
 
 # Named barriers: all of the consumer; buffer b of K, and of V, may be loaded again.
@@ -51,18 +51,23 @@ class QueriesForm:
     VARYING: gl.constexpr
     EDGES: gl.constexpr
     UNSEEN: gl.constexpr
+    SOFTCAP: gl.constexpr
+    SCORE_MOD: gl.constexpr
+    SCORE_GRADIENT: gl.constexpr
     MASKED: gl.constexpr
     SCORES: gl.constexpr
     WEIGHTS: gl.constexpr
     SUMS: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, ROWS, KEYS, DIM, K_STAGES, V_STAGES, RIGHT, LEFT, TOP_LEFT, RAGGED, VARYING, EDGES, UNSEEN):
+    def __init__(self, ROWS, KEYS, DIM, K_STAGES, V_STAGES, RIGHT, LEFT, TOP_LEFT, RAGGED, VARYING, EDGES, UNSEEN,
+                 SOFTCAP, SCORE_MOD, SCORE_GRADIENT):  # fmt: skip
         self.ROWS, self.KEYS, self.DIM = map(gl.constexpr, (ROWS, KEYS, DIM))
         self.K_STAGES, self.V_STAGES = map(gl.constexpr, (K_STAGES, V_STAGES))
         self.RIGHT, self.LEFT, self.TOP_LEFT = map(gl.constexpr, (RIGHT, LEFT, TOP_LEFT))
         self.RAGGED, self.VARYING, self.TURNS = map(gl.constexpr, (RAGGED, VARYING, False))
-        self.EDGES, self.UNSEEN = map(gl.constexpr, (EDGES, UNSEEN))
+        self.EDGES, self.UNSEEN, self.SOFTCAP = map(gl.constexpr, (EDGES, UNSEEN, SOFTCAP))
+        self.SCORE_MOD, self.SCORE_GRADIENT = map(gl.constexpr, (SCORE_MOD, SCORE_GRADIENT))
         self.MASKED = gl.constexpr(RIGHT or LEFT or RAGGED or UNSEEN)
         sums = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, DIM, 16])
         self.SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, KEYS, 16]))
@@ -145,15 +150,22 @@ def _scores(slot, shared, form):
 
 
 @gluon.jit
-def _masked(ds, n, work, sizes, form):
-    """Return dS of a tile that some row does not see whole. P and dP may both be NaN there."""
+def _places(n, work, form):
+    """Return a tile's query rows and keys, which broadcast with its scores."""
     keys = gl.expand_dims(n * form.KEYS + gl.arange(0, form.KEYS, gl.SliceLayout(0, form.SCORES)), 0)
     rows = gl.expand_dims(work.start + gl.arange(0, form.ROWS, gl.SliceLayout(1, form.SCORES)), 1)
+    return rows, keys
+
+
+@gluon.jit
+def _masked(ds, n, work, sizes, form):
+    """Return dS of a tile that some row does not see whole. P and dP may both be NaN there."""
+    rows, keys = _places(n, work, form)
     return gl.where(attention_mask(keys, rows, work, sizes, form), ds, 0.0)
 
 
 @gluon.jit
-def _step(state, n, more, clean, unclean, work, sizes, lse, delta, scale, shared, form):
+def _step(state, n, more, clean, unclean, work, sizes, lse, delta, scales, shared, form):
     """Add dS K of a tile to dQ, and begin the next tile's scores."""
     dtype: gl.constexpr = shared.k.dtype
     mbarrier.wait(shared.v_full.index(state.v_slot), state.v_phase)
@@ -161,7 +173,13 @@ def _step(state, n, more, clean, unclean, work, sizes, lse, delta, scale, shared
     v = shared.v.index(state.v_slot).reshape([form.KEYS, form.DIM]).permute((1, 0))
     zeros = gl.zeros([form.ROWS, form.KEYS], gl.float32, form.SCORES)
     dp = warpgroup_mma(do, v, zeros, use_acc=False, is_async=True)
-    p = gl.exp2(state.s * scale - gl.expand_dims(lse, 1))
+    scale, softcap = scales
+    rows, keys = n, n
+    if form.SCORE_MOD is not None:
+        rows, keys = _places(n, work, form)
+    final = final_scores(state.s, work.slot, work.head, rows, keys, scale, softcap, form)
+    p = gl.exp2(final - gl.expand_dims(lse, 1))
+    p = with_derivative(p, state.s, final, work.slot, work.head, rows, keys, scale, softcap, form)
     dp = warpgroup_mma_wait(0, deps=[dp])
     arrive(V_FREE + state.v_slot, PARTY)
     ds = p * (dp - gl.expand_dims(delta, 1))
@@ -192,7 +210,7 @@ def _statistics(statistics, work, sizes, form):
 
 
 @gluon.jit
-def _consume(dq_desc, out, stride_h, stride_s, statistics, scale, factor, sizes, shared, form):
+def _consume(dq_desc, out, stride_h, stride_s, statistics, scales, factor, sizes, shared, form):
     """Compute dQ of the block's rows, by eight warps."""
     dtype: gl.constexpr = shared.k.dtype
     for j in gl.static_range(form.K_STAGES):  # every buffer starts free
@@ -218,14 +236,14 @@ def _consume(dq_desc, out, stride_h, stride_s, statistics, scale, factor, sizes,
     dq = gl.zeros([form.ROWS, form.DIM], gl.float32, form.SUMS)
     state = QueriesState(s, dq, zero, zero, zero, zero)
     for n in range(end - 1, begin - 1 + form.LEFT, -1):
-        state = _step(state, n, n > begin, clean, unclean, work, sizes, lse, delta, scale, shared, form)
+        state = _step(state, n, n > begin, clean, unclean, work, sizes, lse, delta, scales, shared, form)
     if form.LEFT:
         first = first_seen(work, sizes, form) - begin * form.KEYS
         if first > 0:  # so may keys before the first window
             clear_rows_outside(shared.k.index(state.k_slot), first, form.KEYS, form.KEYS, form.DIM)
             fence_async_shared()
         sync(TOGETHER, THREADS)
-        state = _step(state, begin, False, begin, begin, work, sizes, lse, delta, scale, shared, form)
+        state = _step(state, begin, False, begin, begin, work, sizes, lse, delta, scales, shared, form)
     sync(TOGETHER, THREADS)  # Q has been read for the last time
     dq = state.dq * factor
     if form.EDGES:  # rows that attend nothing, and padding rows, may hold anything
@@ -242,16 +260,17 @@ def _consume(dq_desc, out, stride_h, stride_s, statistics, scale, factor, sizes,
 
 @gluon.jit(
     do_not_specialize=[
-        "scale", "factor", "stride_h", "stride_s", "batches", "heads", "share", "seq_q", "seq_k", "left", "right",
-        "tiles", "query_tiles", "together",
+        "scale", "softcap", "factor", "stride_h", "stride_s", "batches", "heads", "share", "seq_q", "seq_k", "left",
+        "right", "tiles", "query_tiles", "together",
     ]
 )  # fmt: skip
 def scheduled_queries(
-    q_desc, do_desc, k_desc, v_desc, dq_desc, out, statistics, lengths_q, lengths_k, scale, factor, stride_h, stride_s,
-    batches, heads, share, seq_q, seq_k, left, right, tiles, query_tiles, together,
+    q_desc, do_desc, k_desc, v_desc, dq_desc, out, statistics, lengths_q, lengths_k, scale, softcap, factor, stride_h,
+    stride_s, batches, heads, share, seq_q, seq_k, left, right, tiles, query_tiles, together,
     ROWS: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
     RIGHT: gl.constexpr, LEFT: gl.constexpr, TOP_LEFT: gl.constexpr, RAGGED: gl.constexpr, VARYING: gl.constexpr,
-    EDGES: gl.constexpr, UNSEEN: gl.constexpr, WORKER: gl.constexpr,
+    EDGES: gl.constexpr, UNSEEN: gl.constexpr, SOFTCAP: gl.constexpr, SCORE_MOD: gl.constexpr,
+    SCORE_GRADIENT: gl.constexpr, WORKER: gl.constexpr,
 ):  # fmt: skip
     """Compute dQ: a block for each 128 query rows of each head.
 
@@ -260,7 +279,8 @@ def scheduled_queries(
     statistics  (2·query_tiles·heads, 64) float32, as kernel.py's; heads are query heads
     kernel.py describes the other arguments
     """
-    form = QueriesForm(ROWS, KEYS, DIM, K_STAGES, V_STAGES, RIGHT, LEFT, TOP_LEFT, RAGGED, VARYING, EDGES, UNSEEN)
+    form = QueriesForm(ROWS, KEYS, DIM, K_STAGES, V_STAGES, RIGHT, LEFT, TOP_LEFT, RAGGED, VARYING, EDGES, UNSEEN,
+                       SOFTCAP, score_function(SCORE_MOD), score_function(SCORE_GRADIENT))  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
     shared = QueriesSharedMemory(
@@ -288,7 +308,7 @@ def scheduled_queries(
     )
     gl.warp_specialize(
         [
-            (_consume, (dq_desc, out, stride_h, stride_s, statistics, scale, factor, sizes, shared, form)),
+            (_consume, (dq_desc, out, stride_h, stride_s, statistics, (scale, softcap), factor, sizes, shared, form)),
             (_produce, (q_desc, do_desc, k_desc, v_desc, sizes, shared, form)),
         ],
         [1],

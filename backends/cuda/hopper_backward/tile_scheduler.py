@@ -62,6 +62,9 @@ class BackwardForm:
     EDGES         the tensors may have rows that attend nothing or follow a sequence's last row: tiles that mix them
                   with others come from copies without them
     UNSEEN        the tensor may have keys that no query sees
+    SOFTCAP       scores are capped
+    SCORE_MOD     a Gluon function of a program of scores (kernels/score_program.py), or None: without SOFTCAP
+    SCORE_GRADIENT  the function of its derivative; None where that is 1
     """
 
     ROWS: gl.constexpr
@@ -80,6 +83,9 @@ class BackwardForm:
     VARYING: gl.constexpr
     EDGES: gl.constexpr
     UNSEEN: gl.constexpr
+    SOFTCAP: gl.constexpr
+    SCORE_MOD: gl.constexpr
+    SCORE_GRADIENT: gl.constexpr
     MASKED: gl.constexpr  # some tile needs a mask
     # BESIDE: the two warp groups have half the columns each, not half the keys: products read shared memory
     BESIDE: gl.constexpr
@@ -90,13 +96,14 @@ class BackwardForm:
 
     @gluon.constexpr_function
     def __init__(self, ROWS, KEYS, DIM, STAGES, MESSAGES, LATE, STAGGER, TURNS, GROUPED, RIGHT, LEFT, TOP_LEFT,
-                 RAGGED, VARYING, EDGES, UNSEEN):  # fmt: skip
+                 RAGGED, VARYING, EDGES, UNSEEN, SOFTCAP, SCORE_MOD, SCORE_GRADIENT):  # fmt: skip
         self.ROWS, self.KEYS, self.DIM, self.STAGES = map(gl.constexpr, (ROWS, KEYS, DIM, STAGES))
         self.MESSAGES, self.LATE, self.STAGGER = map(gl.constexpr, (MESSAGES, LATE, STAGGER))
         self.TURNS, self.GROUPED = map(gl.constexpr, (TURNS, GROUPED))
         self.RIGHT, self.LEFT = map(gl.constexpr, (RIGHT, LEFT))
         self.TOP_LEFT, self.RAGGED, self.VARYING = map(gl.constexpr, (TOP_LEFT, RAGGED, VARYING))
-        self.EDGES, self.UNSEEN = map(gl.constexpr, (EDGES, UNSEEN))
+        self.EDGES, self.UNSEEN, self.SOFTCAP = map(gl.constexpr, (EDGES, UNSEEN, SOFTCAP))
+        self.SCORE_MOD, self.SCORE_GRADIENT = map(gl.constexpr, (SCORE_MOD, SCORE_GRADIENT))
         self.MASKED = gl.constexpr(RIGHT or LEFT or RAGGED or UNSEEN)
         beside = KEYS == 64
         self.BESIDE = gl.constexpr(beside)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from portattn.backends.cuda import schedules
 from portattn.backends.cuda.hopper_backward import STATISTICS_ROWS
 from portattn.backends.cuda.launch_parts import flat, make_descriptor, multiprocessors, with_copies
 from portattn.backends.cuda.schedules import BACKWARD, NEEDS, TIMED_WITH, described_by, find_schedule, foreign
@@ -181,7 +182,7 @@ class BackwardVariant(Variant):
     takes = frozenset(
         {
             "causal", "causal_top_left", "window", "seqlens_q", "seqlens_k", "gqa", "head_dim_v", "grad_lse",
-            "deterministic", "negative_scale", "invariant",
+            "deterministic", "negative_scale", "invariant", "softcap", "score_mod",
         }
     )  # fmt: skip
     arches = ("sm_90",)
@@ -212,6 +213,7 @@ class BackwardVariant(Variant):
             "writes through descriptors: heads of a multiple of 8 columns": p.head_dim % 8 != 0
             or p.head_dim_v % 8 != 0,
             f"{', '.join(empty)} is 0: there is nothing to read through a descriptor": bool(empty),
+            **(schedules.function_reasons(p) if p.score_mod else {}),
             "has too many tiles of rows": slots(p) * p.heads_q * tiles_of(p.seq_q, p.total_q, p, STATISTICS_ROWS)
             > MOST_TILES,
         }
@@ -281,6 +283,7 @@ class _BackwardLauncher(StepLauncher):
         s = self._schedule = schedule
         self._dim = dim = width(p.head_dim)
         self._scale, self._cores = float(call.scale), multiprocessors(call.q.device)
+        self._cap = min(call.softcap, schedules.LARGEST_CAP) if p.softcap else 0.0
         self._query_tiles = tiles_of(p.seq_q, p.total_q, p, STATISTICS_ROWS)
         tiles = self._tiles = self._query_tiles * p.heads_q * slots(p)
         varying = {(True, True): "padded", (True, False): "padded_q", (False, True): "padded_k", (False, False): "none"}
@@ -391,8 +394,11 @@ class _BackwardLauncher(StepLauncher):
 
     def _numbers(self, heads: int, tiles: int, together: int) -> dict[str, Any]:
         p = self._problem
+        cap = self._cap
+        scale = self._scale / cap if p.softcap else self._scale * (1.0 if p.score_mod else LOG2E)
         return {
-            "scale": self._scale * LOG2E, "factor": self._scale, "batches": p.batch, "heads": heads, "share": p.group,
+            "scale": scale, "softcap": LOG2E * cap, "factor": self._scale, "batches": p.batch, "heads": heads,
+            "share": p.group,
             "seq_q": p.query_rows[1], "seq_k": p.seq_k if p.total_k is None else p.total_k,
             "left": max(p.window_left, 0), "right": 0 if p.causal != "none" else max(p.window_right, 0),
             "tiles": tiles, "query_tiles": self._query_tiles, "together": together,
@@ -406,6 +412,8 @@ class _BackwardLauncher(StepLauncher):
             "TOP_LEFT": p.causal == "top_left",
             "RAGGED": self._varying == "none" and p.seq_k % keys != 0, "VARYING": self._varying,
             "EDGES": self._edges, "UNSEEN": self._varying != "none" or p.causal == "top_left" or left, "WORKER": WORKER,
+            "SOFTCAP": p.softcap, "SCORE_MOD": schedules.function_source(p),
+            "SCORE_GRADIENT": schedules.gradient_source(p),
         }  # fmt: skip
 
 

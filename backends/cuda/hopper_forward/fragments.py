@@ -170,9 +170,42 @@ def apply_score_mod(s, limits, n, scale, form):
     """Return the natural scores that SCORE_MOD makes of a tile's products."""
     keys = n * form.KEYS + gl.arange(0, form.KEYS, gl.SliceLayout(0, form.SCORES))
     rows = gl.expand_dims(limits.rows, 1)
+    return _call_mod(s * scale, limits.slot, limits.head, rows, gl.expand_dims(keys, 0), form)
+
+
+@gluon.jit
+def _call_mod(s, slot, head, rows, keys, form):
     none = 0  # captured tensors and their sizes
-    return form.SCORE_MOD(s * scale, limits.slot, limits.head, rows, gl.expand_dims(keys, 0), none, none, none, none,
-                          none, none, none, none, none, none, none, none)  # fmt: skip
+    return form.SCORE_MOD(s, slot, head, rows, keys, none, none, none, none, none, none, none, none, none, none, none,
+                          none)  # fmt: skip
+
+
+@gluon.jit
+def final_scores(s, slot, head, rows, keys, scale, softcap, form):
+    """Return the scores of a tile's products in powers of 2. rows and keys: numbers that broadcast with the tile."""
+    if form.SCORE_MOD is not None:
+        s = _call_mod(s * scale, slot, head, rows, keys, form) * LOG2E
+    elif form.SOFTCAP:
+        s = apply_softcap(s, scale, softcap, form)
+    else:
+        s = s * scale
+    return s
+
+
+@gluon.jit
+def with_derivative(p, s, final, slot, head, rows, keys, scale, softcap, form):
+    """Return P times the derivative of `final_scores` by the scaled products; 0 where P is 0.
+
+    P dies as early as without a function: dS is this product times (dP - delta)."""
+    none = 0
+    if form.SCORE_GRADIENT is not None:
+        found = form.SCORE_GRADIENT(s * scale, slot, head, rows, keys, none, none, none, none, none, none, none, none,
+                                    none, none, none, none, p)  # fmt: skip
+        p = gl.where(p == 0.0, 0.0, found)  # a derivative may be infinite where the function hides a key
+    elif form.SOFTCAP:
+        share = final * (1.0 / softcap)
+        p = p - p * (share * share)
+    return p
 
 
 @aggregate

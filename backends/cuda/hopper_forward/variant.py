@@ -84,8 +84,6 @@ def tiles_of(p: Problem, rows: int) -> int:
 
 MOST_TILES = 2**30
 LOG2E = math.log2(math.e)
-# What larger caps count as: no score comes near it, and it is small enough for log2(e) times it to be a float32.
-LARGEST_CAP = 1e30
 # Registers of a thread. By the number of consumers: what the launch asks for, and what it is shared out to (one warp of
 # a producer counts as four, and 65,536 is what there is).
 REGISTERS = {2: (168, 240, 24), 3: (128, 160, 32)}
@@ -392,7 +390,7 @@ class ForwardLauncher(StepLauncher):
         self._grid = least(cores, tiles * self._splits)
         self._scale, self._softcap = (call.scale or 1.0) * (1.0 if p.score_mod else LOG2E), 0.0
         if p.softcap:
-            cap = min(call.softcap, LARGEST_CAP)
+            cap = min(call.softcap, schedules.LARGEST_CAP)
             self._scale, self._softcap = (call.scale or 1.0) / cap, LOG2E * cap
         buffers: Buffers = {}
         if self._splits > 1:
