@@ -5,6 +5,7 @@ Releases outside verified.toml are tried: if a compile or a canary fails, the co
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -103,10 +104,19 @@ def function_source(p: Problem) -> str | None:
 
 
 def gradient_source(p: Problem) -> str | None:
-    """Return the source of the derivative of a problem's score function; None where that is 1."""
-    if not p.score_mod or gradient(p.score_mod) == "out grad":
+    """Return the source of the derivative of a problem's score function; None where that is 1, or there is none.
+
+    Where the function hides a key P is 0, and dS with it: the last choices of -inf are left out of the derivative."""
+    if not p.score_mod:
         return None
-    return python_source(p.score_mod, derivative=True, floats=most(p.seq_q, p.seq_k) <= FLOAT_INDICES)
+    program = parse(p.score_mod)
+    nodes, result = {node.name: node for node in program.nodes}, program.result
+    while (node := nodes.get(result)) and node.op == "where" and "-inf" in node.operands[1:]:
+        result = node.operands[1 if node.operands[2] == "-inf" else 2]
+    text = str(dataclasses.replace(program, result=result))
+    if gradient(text) == "out grad":
+        return None
+    return python_source(text, derivative=True, floats=most(p.seq_q, p.seq_k) <= FLOAT_INDICES)
 
 
 # Small problems for the variants' canaries: each form of the kernels' loops once, by lengths and Triton's release.
