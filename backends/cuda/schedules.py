@@ -136,6 +136,9 @@ _PAGED: dict[str, Any] = {"op": "paged_attention", "seq_q": 177, "seqlens_k": Tr
 # A program of scores (kernels/score_program.py): ALiBi, with slopes 2^-(h + 1).
 ALIBI = "t0 i sub kv_idx q_idx\nt1 f to_f t0\nt2 f to_f h\nt3 f sub -1.0 t2\nt4 f exp2 t3\nt5 f mul t1 t4\n"
 ALIBI += "t6 f add score t5\nout t6"
+# tanh(score) + (kv_idx - q_idx)·h / 64: another derivative than 1, and other numbers for each head, query and key.
+BENT = "t0 f tanh score\nt1 i sub kv_idx q_idx\nt2 f to_f t1\nt3 f to_f h\nt4 f mul t2 t3\nt5 f mul t4 0.015625\n"
+BENT += "t6 f add t0 t5\nout t6"
 
 # Lengths (queries, keys) that take the forms which the problems before them do not.
 _FULL: dict[int, tuple[tuple[int, int], ...]] = {
@@ -225,6 +228,9 @@ BACKWARD = (
     Problem(**_GRADIENTS, **_DENSE_GRADIENTS, head_dim=128, dtype="fp16", deterministic=True),
     Problem(**_GRADIENTS, **_PACKED_GRADIENTS, head_dim=64, dtype="bf16", window_left=70),
     Problem(**_GRADIENTS, **_PACKED_GRADIENTS, head_dim=128, dtype="fp16", causal="bottom_right"),
+    Problem(**_GRADIENTS, **_DENSE_GRADIENTS, head_dim=64, dtype="bf16", causal="bottom_right", score_mod=BENT),
+    Problem(**_GRADIENTS, **_DENSE_GRADIENTS, head_dim=128, dtype="bf16", score_mod=BENT),
+    Problem(**_GRADIENTS, **_DENSE_GRADIENTS, head_dim=128, dtype="bf16", softcap=True),
     Problem(**_REPEATABLE, seq_q=77, seq_k=341, head_dim=64, dtype="bf16"),
     Problem(**_REPEATABLE, seq_q=541, seq_k=341, head_dim=64, dtype="bf16"),
     Problem(**_REPEATABLE, seq_q=541, seq_k=341, head_dim=128, dtype="bf16"),

@@ -166,10 +166,16 @@ def _plain(state, tile, more, tiles, work, scales, sizes, shared, form):
     slot = state.slot
     mbarrier.wait(shared.q_full.index(slot), state.phase)
     s = _scores(slot, shared, form)
-    mbarrier.wait(shared.do_full.index(slot), state.phase)
-    dp = _dp(slot, shared, form)
-    s = warpgroup_mma_wait(1, deps=[s])
-    p, slope = _weights(s, slot, tile, tiles, work, scales, sizes, shared, form)
+    if form.AFTER:
+        s = warpgroup_mma_wait(0, deps=[s])
+        p, slope = _weights(s, slot, tile, tiles, work, scales, sizes, shared, form)
+        mbarrier.wait(shared.do_full.index(slot), state.phase)
+        dp = _dp(slot, shared, form)
+    else:
+        mbarrier.wait(shared.do_full.index(slot), state.phase)
+        dp = _dp(slot, shared, form)
+        s = warpgroup_mma_wait(1, deps=[s])
+        p, slope = _weights(s, slot, tile, tiles, work, scales, sizes, shared, form)
     delta = shared.statistics.index(slot).slice(1, 1).load(form.SCORES)
     do = shared.do.index(slot).reshape([form.ROWS, form.DIM])
     dv = warpgroup_mma(gl.convert_layout(p.to(dtype), form.WEIGHTS), do, state.dv, is_async=True)

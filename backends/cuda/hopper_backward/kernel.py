@@ -179,8 +179,9 @@ def scheduled_backward(
     grad_k, grad_v, lengths_q, lengths_k, scale, softcap, factor, dk_stride_h, dk_stride_s, dv_stride_h, dv_stride_s,
     batches, heads, share, seq_q, seq_k, left, right, tiles, query_tiles, together,
     ROWS: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, MESSAGES: gl.constexpr,
-    LATE: gl.constexpr, STAGGER: gl.constexpr, TURNS: gl.constexpr, GROUPED: gl.constexpr, RIGHT: gl.constexpr,
-    LEFT: gl.constexpr, TOP_LEFT: gl.constexpr, RAGGED: gl.constexpr, VARYING: gl.constexpr, EDGES: gl.constexpr,
+    LATE: gl.constexpr, AFTER: gl.constexpr, STAGGER: gl.constexpr, TURNS: gl.constexpr, GROUPED: gl.constexpr,
+    RIGHT: gl.constexpr, LEFT: gl.constexpr, TOP_LEFT: gl.constexpr, RAGGED: gl.constexpr, VARYING: gl.constexpr,
+    EDGES: gl.constexpr,
     UNSEEN: gl.constexpr, SOFTCAP: gl.constexpr, SCORE_MOD: gl.constexpr, SCORE_GRADIENT: gl.constexpr,
     WORKER: gl.constexpr,
 ):  # fmt: skip
@@ -202,8 +203,8 @@ def scheduled_backward(
     SCORE_MOD, SCORE_GRADIENT  None, or sources of a function of scores and of its derivative
     WORKER    registers of a thread of producer and writer. The other constants: BackwardForm
     """
-    form = BackwardForm(ROWS, KEYS, DIM, STAGES, MESSAGES, LATE, STAGGER, TURNS, GROUPED, RIGHT, LEFT, TOP_LEFT, RAGGED,
-                VARYING, EDGES, UNSEEN, SOFTCAP, score_function(SCORE_MOD),
+    form = BackwardForm(ROWS, KEYS, DIM, STAGES, MESSAGES, LATE, AFTER, STAGGER, TURNS, GROUPED, RIGHT, LEFT, TOP_LEFT,
+                RAGGED, VARYING, EDGES, UNSEEN, SOFTCAP, score_function(SCORE_MOD),
                 score_function(SCORE_GRADIENT))  # fmt: skip
     gl.static_assert(SCORE_MOD is None or not (SOFTCAP or VARYING == "packed"))
     gl.static_assert(MESSAGES == 0 or KEYS == 128, "what is beside each other has no dQ")

@@ -51,6 +51,7 @@ class BackwardForm:
     ROWS, KEYS, DIM, STAGES  query rows and keys of a tile, padded head dimension, buffers of a loop's loads
     MESSAGES  number of parts in which a tile of dQ is added to memory; 0: another kernel computes dQ
     LATE      dQ of a tile is computed during the next tile's exponentials
+    AFTER     dP is begun after P is computed, unless LATE: a function then has more registers
     STAGGER   query tiles between the first tiles of a head's neighbouring blocks, so that they add to other parts of dQ
     TURNS     blocks add to a tile of dQ in the order of their keys (tile_scheduler.py): deterministic
     GROUPED   query heads share a key head
@@ -73,6 +74,7 @@ class BackwardForm:
     STAGES: gl.constexpr
     MESSAGES: gl.constexpr
     LATE: gl.constexpr
+    AFTER: gl.constexpr
     STAGGER: gl.constexpr
     TURNS: gl.constexpr
     GROUPED: gl.constexpr
@@ -95,11 +97,11 @@ class BackwardForm:
     QUERIES: gl.constexpr  # of dQ [ROWS, DIM]
 
     @gluon.constexpr_function
-    def __init__(self, ROWS, KEYS, DIM, STAGES, MESSAGES, LATE, STAGGER, TURNS, GROUPED, RIGHT, LEFT, TOP_LEFT,
-                 RAGGED, VARYING, EDGES, UNSEEN, SOFTCAP, SCORE_MOD, SCORE_GRADIENT):  # fmt: skip
+    def __init__(self, ROWS, KEYS, DIM, STAGES, MESSAGES, LATE, AFTER, STAGGER, TURNS, GROUPED, RIGHT, LEFT,
+                 TOP_LEFT, RAGGED, VARYING, EDGES, UNSEEN, SOFTCAP, SCORE_MOD, SCORE_GRADIENT):  # fmt: skip
         self.ROWS, self.KEYS, self.DIM, self.STAGES = map(gl.constexpr, (ROWS, KEYS, DIM, STAGES))
         self.MESSAGES, self.LATE, self.STAGGER = map(gl.constexpr, (MESSAGES, LATE, STAGGER))
-        self.TURNS, self.GROUPED = map(gl.constexpr, (TURNS, GROUPED))
+        self.TURNS, self.GROUPED, self.AFTER = map(gl.constexpr, (TURNS, GROUPED, AFTER))
         self.RIGHT, self.LEFT = map(gl.constexpr, (RIGHT, LEFT))
         self.TOP_LEFT, self.RAGGED, self.VARYING = map(gl.constexpr, (TOP_LEFT, RAGGED, VARYING))
         self.EDGES, self.UNSEEN, self.SOFTCAP = map(gl.constexpr, (EDGES, UNSEEN, SOFTCAP))

@@ -111,6 +111,7 @@ class BackwardSchedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     stages: int
     messages: int
     late: bool = False
+    after: bool = False
     stagger: int = 0
     turns: bool = False
 
@@ -144,12 +145,16 @@ def choice(problem: Problem, toolchain: Toolchain) -> TimedBackwardSchedule:
     if found is None:
         raise LookupError(f"gluon_backward has no schedule for {problem}: backends/cuda/tuning/sm_90.toml")
     schedule, timed_with = msgspec.convert(found[0], BackwardSchedule), found[1]
+    if schedules.gradient_source(problem) and schedule.keys == 128 and not schedule.late:
+        # Scores, what the derivative shares with the function, and dP do not fit beside the sums of dK and dV.
+        schedule, timed_with = msgspec.structs.replace(schedule, after=True), ""
     if problem.deterministic and schedule.messages:
         # Repeatable bit by bit: added in turns, or dK and dV with two buffers and dQ by its own kernel, whose sums have
         # other bits: under invariant=True sizes decide nothing.
         if problem.invariant or in_turns(problem, schedule.keys):
             return TimedBackwardSchedule(msgspec.structs.replace(schedule, stagger=0, turns=True), "")
-        return TimedBackwardSchedule(BackwardSchedule(keys=schedule.keys, stages=2, messages=0), "")
+        apart = BackwardSchedule(keys=schedule.keys, stages=2, messages=0, after=schedule.after)
+        return TimedBackwardSchedule(apart, "")
     return TimedBackwardSchedule(schedule, timed_with)
 
 
@@ -175,6 +180,7 @@ class BackwardVariant(Variant):
             "stages": "buffers of what a loop reads",
             "messages": "parts in which a tile of dQ is added to memory, 0 where dQ has a kernel of its own",
             "late": "dQ of a tile is computed during the next one's exponentials",
+            "after": "dP is begun after the probabilities",
             "stagger": "query tiles by which neighbouring blocks begin apart",
             "turns": "blocks add to dQ in the order of their keys",
         }
@@ -350,8 +356,8 @@ class _BackwardLauncher(StepLauncher):
             "dq_desc": flat(tensors["sums"], dim // 4 // s.messages) if s.messages else None,
             **_steps_of_8("dk_", tensors["grad_k"]), **_steps_of_8("dv_", tensors["grad_v"]),
             **self._numbers(p.heads_k, tiles, together(p, tiles, self._cores, s.turns)), **self._constants(s.keys),
-            "ROWS": STATISTICS_ROWS, "STAGES": s.stages, "MESSAGES": s.messages, "LATE": s.late, "STAGGER": s.stagger,
-            "TURNS": s.turns, "GROUPED": p.group > 1,
+            "ROWS": STATISTICS_ROWS, "STAGES": s.stages, "MESSAGES": s.messages, "LATE": s.late, "AFTER": s.after,
+            "STAGGER": s.stagger, "TURNS": s.turns, "GROUPED": p.group > 1,
         }  # fmt: skip
         grid = (tiles * p.heads_k * slots(p),)
         return Step(scheduled_backward, grid, arguments, {"num_warps": 8, "maxnreg": REGISTERS, **FUSED}, roles)

@@ -15,12 +15,12 @@ from variantchip import assert_variant_right, device_for
 import portattn
 from portattn import Problem
 from portattn.backends.cuda.hopper_backward import variant as backward
-from portattn.backends.cuda.hopper_backward.variant import WIDTHS, BackwardSchedule, BackwardVariant, choice
-from portattn.backends.cuda.schedules import TIMED_WITH
+from portattn.backends.cuda.hopper_backward.variant import LOG2E, WIDTHS, BackwardSchedule, BackwardVariant, choice
+from portattn.backends.cuda.schedules import BENT, TIMED_WITH, gradient_source
 from portattn.compile.ensure_compiled import compile_in
 from portattn.config import Settings
 from portattn.launch import meta_call
-from portattn.launch.kernelcall import signatures
+from portattn.launch.kernelcall import CAP, signatures
 from portattn.launch.run import launch_tensors
 from portattn.planning.planner import plan
 from portattn.planning.registry import parse_target
@@ -46,6 +46,9 @@ LARGE_PACKED = msgspec.structs.replace(
 )
 
 
+HIDING = "t0 i sub q_idx kv_idx\nt1 i abs t0\nt2 b gt t1 3\nt3 f mul score 0.5\nt4 f where t2 t3 -inf\nout t4"
+
+
 def problem(base=BASE, **fields):
     return msgspec.structs.replace(base, **fields)
 
@@ -55,12 +58,13 @@ TAKEN: dict[str, Problem] = {
     "window": problem(window_left=40, window_right=3), "padded": problem(**LENGTHS),
     "padded keys": problem(seqlens_k=True), "narrow heads": problem(head_dim=40, head_dim_v=64, layout="bshd"),
     "one key head": problem(heads_k=1), "a gradient of the LSE": problem(grad_lse=True),
-    "a negative scale": problem(negative_scale=True), "repeatable": problem(deterministic=True),
+    "a negative scale": problem(negative_scale=True), "softcap": problem(softcap=True),
+    "a function": problem(score_mod=BENT), "repeatable": problem(deterministic=True),
     "repeatable, in turns": problem(LARGE, deterministic=True), "packed": PACKED,
     "packed, causal, window": problem(PACKED, causal="bottom_right", window_left=40, head_dim=256, head_dim_v=256),
 }  # fmt: skip
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "softcap": ({"softcap": True}, "takes no softcap"), "bias": ({"bias": True}, "takes no bias"),
+    "bias": ({"bias": True}, "takes no bias"),
     "dropout": ({"dropout": True}, "takes no dropout"), "ALiBi": ({"alibi_slopes": True}, "takes no alibi_slopes"),
     "left padding": ({"leftpad_q": True}, "takes no leftpad_q"),
     "fp32": ({"dtype": "fp32"}, "takes fp16 and bf16, not fp32"),
@@ -69,6 +73,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "two widths": ({"head_dim_v": 64}, "takes K and V of one width, not 128 and 64"),
     "odd columns": ({"head_dim": 100, "head_dim_v": 100}, "writes through descriptors"),
     "unaligned": ({"aligned": False}, "reads through descriptors"), "empty": ({"seq_k": 0}, "seq_k is 0"),
+    "a function with tensors": ({"score_mod": "c0 f 1 0\nt0 f load c0 h\nout t0"}, "a score_mod that reads no tensors"),
+    "a function's sine": ({"score_mod": "t0 f sin score\nout t0"}, "takes a score_mod without sin"),
+    "a function and a cap": ({"score_mod": BENT, "softcap": True}, "takes no softcap beside a score_mod"),
     "the forward": ({"op": "attention"}, "is for attention_backward and varlen_attention_backward"),
 }  # fmt: skip
 
@@ -211,6 +218,34 @@ def test_launches_as_a_compiler_sees_them():
     assert packed.types["edge_q_desc"] == packed.types["q_desc"]
 
 
+def test_a_choice_of_minus_infinity_has_no_part_in_a_derivative():
+    halved = gradient_source(problem(score_mod=HIDING))
+    assert halved is not None
+    assert halved.splitlines()[-2:] == ["    t5 = grad * 0.5", "    return t5"]
+    assert gradient_source(problem(score_mod=HIDING.replace("t2 t3 -inf", "t2 -inf score"))) is None
+    assert "tanh(score)" in (gradient_source(problem(score_mod=BENT)) or "")
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, (0.125 * LOG2E, 0.0)),
+        ({"score_mod": BENT}, (0.125, 0.0)),
+        ({"softcap": True}, (0.125 / CAP, LOG2E * CAP)),
+    ],
+)
+def test_scales_of_products(fields, expected):
+    """Caps and functions take natural scores, and kernels powers of 2."""
+    pytest.importorskip("triton.experimental.gluon")
+    for deterministic in (False, True):
+        call = dataclasses.replace(meta_call(problem(**fields, deterministic=deterministic)), scale=0.125)
+        launcher = VARIANT.described(call)
+        steps = launcher.steps(launch_tensors(call) | launcher.fresh(call.q))
+        found = [step.arguments for step in steps if step.kernel.__name__.startswith("scheduled_")]
+        assert len(found) == 1 + deterministic
+        assert {(each["scale"], each["softcap"], each["factor"]) for each in found} == {(*expected, 0.125)}
+
+
 @pytest.mark.parametrize(
     ("fields", "edges"),
     [
@@ -246,6 +281,11 @@ FORMS: dict[str, Problem] = {
     "64, in turns, packed": problem(LARGE_PACKED, head_dim=64, head_dim_v=64, deterministic=True),
     "256, causal": problem(head_dim=256, head_dim_v=256, causal="bottom_right"),
     "256, packed": problem(PACKED, head_dim=256, head_dim_v=256),
+    "64, function": problem(head_dim=64, head_dim_v=64, score_mod=BENT),
+    "128, function, causal": problem(causal="bottom_right", score_mod=BENT),
+    "128, function, repeatable": problem(score_mod=BENT, deterministic=True),
+    "128, softcap, packed": problem(PACKED, softcap=True, window_left=40),
+    "256, function": problem(head_dim=256, head_dim_v=256, score_mod=BENT),
 }  # fmt: skip
 MOST_SPILLED = 128  # bytes a thread of all roles: a thread that only moves memory has 24 registers
 
@@ -261,7 +301,7 @@ def test_it_compiles_clean(gluon_compiler, gluon_target, form):
     assert len(kernels) == 3
     for kernel in kernels:
         assert "serialized_wgmma" not in kernel.facts, kernel.function
-        assert kernel.facts["spills"] <= MOST_SPILLED, kernel.function
+        assert kernel.facts["spills"] <= MOST_SPILLED * (2 if p.score_mod else 1), kernel.function
         assert kernel.facts["scratchpad_bytes"] <= (SM_90.arch.scratchpad_bytes or 0), kernel.function
     assert kernels[1].facts["wgmma"] > 0
     if VARIANT.timed_with(p):
@@ -306,7 +346,9 @@ def overwritten(code):
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize("form", ["64, full", "128, causal", "128, repeatable", "128, in turns, causal"])
+@pytest.mark.parametrize(
+    "form", ["64, full", "128, causal", "128, repeatable", "128, in turns, causal", "128, function, causal"]
+)
 def test_a_left_operand_stays_until_its_product_has_ended(gluon_compiler, gluon_target, tmp_path, form):
     """Quirk cuda-0018: P and dS are operands in registers, and more than one product runs."""
     disassembler = nvdisasm(gluon_target)
@@ -344,6 +386,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "padded keys": {"seqlens_k": True, "batch": 3}, "window": {"window_left": 70},
     "padded, window": LENGTHS | {"window_left": 20}, "a gradient of the LSE": {"grad_lse": True},
     "fp16, bshd": {"dtype": "fp16", "layout": "bshd"}, "repeatable": {"deterministic": True, "seq_q": 450},
+    "softcap": LENGTHS | {"softcap": True}, "function": {"score_mod": BENT, "seq_q": 450},
+    "hiding function": {"score_mod": HIDING, "window_left": 200},
 }  # fmt: skip
 
 
