@@ -176,10 +176,11 @@ class VerifiedRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     what: str
     untested_ops: tuple[str, ...] = ()  # newer than that run, or not reached by it
     untested: tuple[str, ...] = ()  # conditions (schema/conditions.py) of untested problems
+    untested_gradients: tuple[str, ...] = ()  # the same of problems of gradients alone
     untested_queries: tuple[str, ...] = ()  # formats of queries (Problem.q_format)
 
     def __post_init__(self) -> None:
-        conditions.names(self.untested)
+        conditions.names((*self.untested, *self.untested_gradients))
         if unknown := sorted(set(self.untested_queries) - conditions.WORDS["kv_format"]):
             raise ValueError(f"untested_queries {unknown} must be among {', '.join(conditions.WORDS['kv_format'])}")
         if unknown := sorted(set(self.untested_ops) - set(OPS)):
@@ -188,7 +189,8 @@ class VerifiedRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def covers(self, problem: Problem) -> bool:
         features = problem.features()
         new = problem.op in self.untested_ops or problem.q_format in self.untested_queries
-        return not (new or any(conditions.texts_hold((text,), features) for text in self.untested))
+        untested = (*self.untested, *self.untested_gradients) if problem.backward else self.untested
+        return not (new or any(conditions.texts_hold((text,), features) for text in untested))
 
 
 class _Verified(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

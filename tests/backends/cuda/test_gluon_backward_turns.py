@@ -21,15 +21,20 @@ from support import random_call
 
 from portattn import Problem
 from portattn.backends.cuda.hopper_backward import variant as backward
-from portattn.backends.cuda.hopper_backward.variant import BackwardVariant
+from portattn.backends.cuda.hopper_backward.variant import LOG2E, BackwardVariant
+from portattn.backends.cuda.schedules import ALIBI, BENT, function_source, gradient_source
+from portattn.kernels.score_program import load_function
 from portattn.launch.run import launch_tensors
+from portattn.reference.score_functions import evaluate
 from portattn.schema.call import Call
 from portattn.schema.lowering import launch_steps
 from portattn.testing.tolerance import nan_filled_memory
 
 pytest.importorskip("triton.experimental.gluon")
 
+from portattn.backends.cuda.hopper_backward import consumer as hopper_consumer
 from portattn.backends.cuda.hopper_backward import tile_scheduler
+from portattn.backends.cuda.hopper_forward import fragments
 from portattn.backends.cuda.hopper_forward import tile_scheduler as forward_scheduler
 
 KEYS, ROWS = 128, 64
@@ -348,3 +353,53 @@ def test_rows_before_and_after_the_products(monkeypatch: pytest.MonkeyPatch, for
         here = slice(first, first + rows)
         expected[slot, :, here] = made[slot, :, here, : p.head_dim] * call.scale
     assert torch.equal(call.grad_q, expected.to(call.q.dtype))
+
+
+@pytest.mark.parametrize("turns", [False, True])
+@pytest.mark.parametrize("share", [1, 3])
+def test_the_consumer_s_tiles_are_the_producer_s(turns: bool, share: int) -> None:
+    """Functions depend on a tile's number and head, also where blocks begin apart."""
+    consumer = plain(hopper_consumer, tile_at=BACKWARD.tile_at, member_of=BACKWARD.member_of)
+    form = types.SimpleNamespace(KEYS=KEYS, GROUPED=share > 1, TURNS=turns, STAGGER=0 if turns else 8)
+    tiles, sizes = Tiles(begin=2, clean=4, unclean=15, end=17), types.SimpleNamespace(share=share)
+    work = types.SimpleNamespace(head=5, start=3 * KEYS)
+    visited = set()
+    for i in range(15 * share):
+        m = 16 - i // share if turns else 2 + i % 15
+        place = BACKWARD.place_of(i, 15, sizes, form)
+        produced = BACKWARD.tile_at(place, tiles, 3, form), 5 * share + BACKWARD.member_of(i, 15, sizes, form)
+        assert consumer._tile(i, m, tiles, work, sizes, form) == produced
+        visited.add(produced)
+    assert len(visited) == 15 * share
+
+
+HIDING = "t0 i sub q_idx kv_idx\nt1 i abs t0\nt2 b gt t1 3\nt3 f sigmoid score\nt4 f where t2 t3 -inf\nout t4"
+
+
+@pytest.mark.parametrize("text", [BENT, ALIBI, HIDING, ""], ids=["bent", "ALiBi", "hiding", "softcap"])
+def test_derivatives_of_scores(text: str) -> None:
+    """With torch in the place of Gluon: P, and P times the derivative, of a tile of 64 queries and 128 keys."""
+    torch.manual_seed(0)
+    jit: Any = types.ModuleType("plain")
+    jit.jit = lambda function: function
+    p = problem(score_mod=text, softcap=not text)
+    sources = (function_source(p), gradient_source(p)) if text else (None, None)
+    mod, slope = (None if each is None else load_function(each, jit, torch, torch.tanh) for each in sources)
+    assert (slope is None) is (text in (ALIBI, ""))
+    form = types.SimpleNamespace(SCORE_MOD=mod, SCORE_GRADIENT=slope, SOFTCAP=not text)
+    kernel = plain(fragments, gl=torch, LOG2E=LOG2E, apply_softcap=lambda s, a, c, form: c * torch.tanh(s * a))
+    products, head = 4.0 * torch.randn(128, 64), torch.tensor(2)
+    rows, keys = torch.arange(64, 128, dtype=torch.int32)[None], torch.arange(40, 168, dtype=torch.int32)[:, None]
+    natural = (products.double() * 0.3).requires_grad_()
+    inputs = {"score": natural, "b": torch.tensor(1), "h": head, "q_idx": rows, "kv_idx": keys}
+    final = evaluate(text, inputs, {}) if text else 3.0 * torch.tanh(natural / 3.0)
+    weights = (final - final.detach().logsumexp(0)).exp()
+    lse = final.detach().logsumexp(0).float() * LOG2E
+    shown = final.isfinite()
+    expected = torch.autograd.grad(final[shown].sum(), natural)[0] * weights.detach()
+    scale, cap = (0.3, 0.0) if text else (0.1, LOG2E * 3.0)
+    found = kernel.final_scores(products, 1, head, rows, keys, scale, cap, form)
+    made = torch.exp2(found - lse)
+    torch.testing.assert_close(made.double(), weights.detach(), rtol=2e-5, atol=1e-9)
+    made = kernel.with_derivative(made, products, found, 1, head, rows, keys, scale, cap, form)
+    torch.testing.assert_close(made.double(), expected, rtol=2e-5, atol=1e-7)
