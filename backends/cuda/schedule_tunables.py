@@ -186,12 +186,13 @@ class BackwardTunable(ScheduleTunable[BackwardSchedule]):
 
     def flags(self, problem: Problem, base: Choice) -> Iterator[dict[str, Any]]:
         dim = backward.width(problem.head_dim)
-        alone = {"messages": 0, "late": False, "stagger": 0, "turns": False}
+        always = {"after": base.flags["after"], "turns": False}  # variant.choice decides both
+        alone = {"messages": 0, "late": False, "stagger": 0, **always}
         for keys, stages in itertools.product(KEYS.get(dim, ()), STAGES):
             yield {"keys": keys, "stages": stages, **alone}
         for stages, messages, late, stagger in itertools.product(STAGES, MESSAGES.get(dim, ()), (True, False), STAGGER):
             yield {
-                "keys": 128, "stages": stages, "messages": messages, "late": late, "stagger": stagger, "turns": False
+                "keys": 128, "stages": stages, "messages": messages, "late": late, "stagger": stagger, **always
             }  # fmt: skip
 
     def today_of(self, problem: Problem, target: Target) -> BackwardSchedule:
