@@ -6,6 +6,7 @@ Releases outside verified.toml are tried: if a compile or a canary fails, the co
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -81,19 +82,23 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 LARGEST_CAP = 1e30
 # Operations of many steps each, with which a thread spills up to 12 KB (Triton 3.6.0).
 SPILLED = frozenset({"sin", "cos", "mod", "floordiv"})
-# gelu has 8 operations, ALiBi 7: with either, heads of 64 and 128 columns spill nothing (Triton 3.6.0).
+# gelu has 8 operations, ALiBi 7: with either, the forward's heads of 64 and 128 columns spill nothing (Triton 3.6.0).
+# Gradients spill 730 bytes a thread with the 14 of gelu's derivative (128 columns), and 5,000 with one of 31.
 MOST_OPERATIONS = 16
 
 
 def function_reasons(p: Problem) -> dict[str, bool]:
-    """Return the reasons why no variant takes the score function of a problem, and whether each holds."""
+    """Return the reasons why a variant takes no score function of a problem, and whether each holds."""
     program = parse(p.score_mod)
     spilled, count = sorted({node.op for node in program.nodes} & SPILLED), len(program.nodes)
+    slope = len(parse(gradient(_without_hiding(p.score_mod))).nodes) if p.backward else 0
     return {
         f"takes a score_mod of attention alone, not of {p.op}": p.op not in ("attention", "attention_backward"),
         "takes a score_mod that reads no tensors": bool(program.captures),
         f"takes a score_mod without {', '.join(spilled)}": bool(spilled),
         f"takes a score_mod of at most {MOST_OPERATIONS} operations, not {count}": count > MOST_OPERATIONS,
+        f"takes a score_mod whose derivative has at most {MOST_OPERATIONS} operations, not {slope}": slope
+        > MOST_OPERATIONS,
         "takes no softcap beside a score_mod, nor invariant": p.softcap or p.invariant,
     }
 
@@ -107,16 +112,19 @@ def gradient_source(p: Problem) -> str | None:
     """Return the source of the derivative of a problem's score function; None where that is 1, or there is none.
 
     Where the function hides a key P is 0, and dS with it: the last choices of -inf are left out of the derivative."""
-    if not p.score_mod:
+    shown = _without_hiding(p.score_mod) if p.score_mod else ""
+    if not shown or gradient(shown) == "out grad":
         return None
-    program = parse(p.score_mod)
+    return python_source(shown, derivative=True, floats=most(p.seq_q, p.seq_k) <= FLOAT_INDICES)
+
+
+@functools.lru_cache(maxsize=1024)
+def _without_hiding(text: str) -> str:
+    program = parse(text)
     nodes, result = {node.name: node for node in program.nodes}, program.result
     while (node := nodes.get(result)) and node.op == "where" and "-inf" in node.operands[1:]:
         result = node.operands[1 if node.operands[2] == "-inf" else 2]
-    text = str(dataclasses.replace(program, result=result))
-    if gradient(text) == "out grad":
-        return None
-    return python_source(text, derivative=True, floats=most(p.seq_q, p.seq_k) <= FLOAT_INDICES)
+    return str(dataclasses.replace(program, result=result))
 
 
 # Small problems for the variants' canaries: each form of the kernels' loops once, by lengths and Triton's release.

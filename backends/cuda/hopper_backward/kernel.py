@@ -176,8 +176,8 @@ def _write_in_turns(dq_desc, turns, sizes, shared, form, second: gl.constexpr):
 )  # fmt: skip
 def scheduled_backward(
     q_desc, do_desc, k_desc, v_desc, edge_q_desc, edge_do_desc, statistics_desc, dq_desc, turns, dk_desc, dv_desc,
-    grad_k, grad_v, lengths_q, lengths_k, scale, softcap, factor, dk_stride_h, dk_stride_s, dv_stride_h, dv_stride_s,
-    batches, heads, share, seq_q, seq_k, left, right, tiles, query_tiles, together,
+    grad_k, grad_v, lengths_q, lengths_k, scale, factor, dk_stride_h, dk_stride_s, dv_stride_h, dv_stride_s, batches,
+    heads, share, seq_q, seq_k, left, right, tiles, query_tiles, together, softcap,
     ROWS: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, MESSAGES: gl.constexpr,
     LATE: gl.constexpr, AFTER: gl.constexpr, STAGGER: gl.constexpr, TURNS: gl.constexpr, GROUPED: gl.constexpr,
     RIGHT: gl.constexpr, LEFT: gl.constexpr, TOP_LEFT: gl.constexpr, RAGGED: gl.constexpr, VARYING: gl.constexpr,

@@ -265,8 +265,8 @@ def _consume(dq_desc, out, stride_h, stride_s, statistics, scales, factor, sizes
     ]
 )  # fmt: skip
 def scheduled_queries(
-    q_desc, do_desc, k_desc, v_desc, dq_desc, out, statistics, lengths_q, lengths_k, scale, softcap, factor, stride_h,
-    stride_s, batches, heads, share, seq_q, seq_k, left, right, tiles, query_tiles, together,
+    q_desc, do_desc, k_desc, v_desc, dq_desc, out, statistics, lengths_q, lengths_k, scale, factor, stride_h, stride_s,
+    batches, heads, share, seq_q, seq_k, left, right, tiles, query_tiles, together, softcap,
     ROWS: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
     RIGHT: gl.constexpr, LEFT: gl.constexpr, TOP_LEFT: gl.constexpr, RAGGED: gl.constexpr, VARYING: gl.constexpr,
     EDGES: gl.constexpr, UNSEEN: gl.constexpr, SOFTCAP: gl.constexpr, SCORE_MOD: gl.constexpr,

@@ -46,6 +46,7 @@ LARGE_PACKED = msgspec.structs.replace(
 )
 
 
+LONG = "t0 f erf score\nt1 f mul t0 score\nt2 f erf t1\nt3 f tanh t2\nout t3"
 HIDING = "t0 i sub q_idx kv_idx\nt1 i abs t0\nt2 b gt t1 3\nt3 f mul score 0.5\nt4 f where t2 t3 -inf\nout t4"
 
 
@@ -75,6 +76,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unaligned": ({"aligned": False}, "reads through descriptors"), "empty": ({"seq_k": 0}, "seq_k is 0"),
     "a function with tensors": ({"score_mod": "c0 f 1 0\nt0 f load c0 h\nout t0"}, "a score_mod that reads no tensors"),
     "a function's sine": ({"score_mod": "t0 f sin score\nout t0"}, "takes a score_mod without sin"),
+    "a function's long derivative": ({"score_mod": LONG}, "whose derivative has at most 16 operations, not 20"),
     "a function and a cap": ({"score_mod": BENT, "softcap": True}, "takes no softcap beside a score_mod"),
     "the forward": ({"op": "attention"}, "is for attention_backward and varlen_attention_backward"),
 }  # fmt: skip
