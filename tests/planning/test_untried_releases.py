@@ -344,3 +344,12 @@ def test_asked_for_by_name_it_never_gives_way(newer, ran, tmp_path: Path) -> Non
     with portattn.settings(cache_dir=str(tmp_path)), pytest.raises(portattn.PathUnavailable, match="canary"):
         portattn.attention(*tensors(), backend=NAME)
     assert ran == []
+
+
+def test_what_is_untested_in_gradients_alone() -> None:
+    """Caps ran in the forward's tests on the chip, and are newer in the scheduled gradients."""
+    for problem in (BACKWARD, msgspec.structs.replace(BACKWARD, op="attention")):
+        for softcap in (False, True):
+            made = plan(msgspec.structs.replace(problem, softcap=softcap), parse_target("cuda:sm_90", "triton==3.6.0"))
+            assert made.path.startswith("gluon_")
+            assert any("no complete test run" in note for note in made.notes) is (softcap and problem.backward)

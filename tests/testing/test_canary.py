@@ -104,7 +104,13 @@ def test_evidence_that_is_not_as_it_should_be_is_an_error(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "newer", ['untested_ops = ["decoding"]', 'untested = ["kv_format=!as_q"]', 'untested_queries = ["e4"]']
+    "newer",
+    [
+        'untested_ops = ["decoding"]',
+        'untested = ["kv_format=!as_q"]',
+        'untested_gradients = ["kv_format=!as_q"]',
+        'untested_queries = ["e4"]',
+    ],
 )
 def test_evidence_that_leaves_out_what_there_is_not_is_an_error(tmp_path, newer):
     seen = 'arch = ["sm_90"]\ntoolchain = "x"\nlevel = "runs"\ndate = 2026-11-24\nwhat = "tests"\n'
