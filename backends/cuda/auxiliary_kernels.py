@@ -183,15 +183,14 @@ def query_gradients(
     sums, out, lengths_q, out_stride_b, out_stride_h, out_stride_s, scale, heads, seq_q, batches, tiles,
     D: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, VARYING: tl.constexpr,
 ):  # fmt: skip
-    """Write dQ of 64 query rows of a head from sums (tiles, 64·DIM) in consumer.put's order; a program a tile."""
-    tl.static_assert(ROWS == 64)
+    """Write dQ of a head's query rows from sums (tiles, ROWS·DIM) in consumer.put's order; a program a tile."""
     block = tl.program_id(0)
     head, slot = block // tiles % heads, block // tiles // heads
     _sequence, row, rows, length, first = _rows_of(block % tiles, lengths_q, slot, seq_q, batches, ROWS, VARYING)
     if row < rows:
         x = tl.load(sums + block.to(tl.int64) * (ROWS * DIM) + tl.arange(0, ROWS * DIM))
         x = (x * scale).to(out.dtype.element_ty)
-        x = tl.permute(tl.reshape(x, [DIM // 16, 4, 2, 8, 4, 2, 2]), (1, 5, 3, 2, 0, 4, 6))
+        x = tl.permute(tl.reshape(x, [ROWS // 64, 2, DIM // 16, 4, 8, 4, 2, 2]), (0, 3, 6, 4, 1, 2, 5, 7))
         x = tl.reshape(x, [ROWS, DIM])
         r = tl.arange(0, ROWS)
         c = tl.arange(0, DIM)

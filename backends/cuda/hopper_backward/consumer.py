@@ -31,13 +31,13 @@ from portattn.backends.cuda.hopper_forward.tile_scheduler import attention_mask,
 
 
 @gluon.jit
-def rows_stored(place, desc, pointer, stride_h, stride_s, slot, head, first, rows, ROWS: gl.constexpr,
-                DIM: gl.constexpr, VARYING: gl.constexpr):  # fmt: skip
-    """Store rows of shared memory to global memory, with 8 warps.
+def rows_stored(place, flat, desc, pointer, stride_h, stride_s, slot, head, first, rows, ROWS: gl.constexpr,
+                DIM: gl.constexpr, VARYING: gl.constexpr, WARPS: gl.constexpr):  # fmt: skip
+    """Store rows of shared memory to global memory, with so many warps.
 
     The last rows of a packed sequence are stored through pointers, so that the next sequence's rows keep their values.
 
-    place    [1, 1, ROWS, DIM], written and fenced
+    place, flat  the same memory as [1, 1, ROWS, DIM] and as [ROWS, DIM], written and fenced
     pointer  the tensor of `desc`, with its strides in steps of 8 elements
     rows     rows that are left in the sequence
     """
@@ -45,8 +45,7 @@ def rows_stored(place, desc, pointer, stride_h, stride_s, slot, head, first, row
         store(desc, [slot, head, first, 0], place)
         tma.store_wait(0)
     else:
-        layout: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [8, 1], [1, 0])
-        flat = place.reshape([ROWS, DIM])
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [WARPS, 1], [1, 0])
         # In steps of 8 columns, which heads and strides have too, so that 16 bytes are stored at a time.
         start = pointer + (first.to(gl.int64) * stride_s + head.to(gl.int64) * stride_h) * 8
         row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
@@ -59,14 +58,13 @@ def rows_stored(place, desc, pointer, stride_h, stride_s, slot, head, first, row
 
 
 @gluon.jit
-def clear_rows_outside(place, first, end, ROWS: gl.constexpr, DIM: gl.constexpr):
-    """Clear the rows of shared memory before `first` and from `end` on, by 8 warps."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
-    flat = place.reshape([ROWS, DIM])
+def clear_rows_outside(place, first, end, ROWS: gl.constexpr, DIM: gl.constexpr, WARPS: gl.constexpr):
+    """Clear the rows of shared memory (ROWS, DIM) before `first` and from `end` on, by so many warps."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     row = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, layout)), 1)
     there = (row >= first) & (row < end)
     for j in gl.static_range(DIM // 64):  # few registers at a time: accumulators have most of them
-        part = flat.slice(j * 64, 64, dim=1)
+        part = place.slice(j * 64, 64, dim=1)
         part.store(gl.where(there, part.load(layout), 0.0).to(place.dtype))
 
 
@@ -152,9 +150,11 @@ def put(dq, shared, form):
     """A tile of dQ into shared memory, for the writer: a lane's registers side by side, lanes side by side, so that
     banks do not conflict. auxiliary_kernels.query_gradients undoes the order."""
     columns: gl.constexpr = form.DIM // 16
-    x = gl.permute(gl.reshape(dq, [4, 2, 8, 2, columns, 4, 2]), (4, 0, 3, 2, 5, 1, 6))
+    tiles: gl.constexpr = form.ROWS // 64
+    x = gl.reshape(dq, [tiles, 4, 2, 8, 2, columns, 4, 2])
+    x = gl.permute(x, (0, 4, 5, 1, 3, 6, 2, 7))
     sync(DQ_FREE, PARTY)
-    shared.dq.store(gl.reshape(x, [form.DIM // 4, 256]))
+    shared.dq.store(gl.reshape(x, [form.ROWS * form.DIM // 256, 256]))
     fence_async_shared()
     arrive(DQ_FULL, PARTY)
 
@@ -293,13 +293,14 @@ def consume(dk_desc, dv_desc, grad_k, grad_v, dk_strides, dv_strides, scales, fa
     tiles = query_tiles(work, sizes, form)
     steps = (tiles.end - tiles.begin) * sizes.share
     zero = gl.to_tensor(0)
+    k, v = shared.k.reshape([form.KEYS, form.DIM]), shared.v.reshape([form.KEYS, form.DIM])
     mbarrier.wait(shared.kv_full.index(0), 0, pred=steps > 0)
     mbarrier.wait(shared.kv_full.index(1), 0, pred=steps > 0)
     if form.UNSEEN:
         begin, end = first_seen(work, sizes, form) - work.start, last_seen(work, sizes, form) - work.start
         if (steps > 0) & ((begin > 0) | (end < form.KEYS)):  # what no query sees may be NaN, and 0·NaN is NaN
-            clear_rows_outside(shared.k, begin, end, form.KEYS, form.DIM)
-            clear_rows_outside(shared.v, begin, end, form.KEYS, form.DIM)
+            clear_rows_outside(k, begin, end, form.KEYS, form.DIM, 8)
+            clear_rows_outside(v, begin, end, form.KEYS, form.DIM, 8)
             fence_async_shared()
         sync(TOGETHER, THREADS)
     dk = gl.zeros([form.KEYS, form.DIM], gl.float32, form.SUMS)
@@ -336,15 +337,15 @@ def consume(dk_desc, dv_desc, grad_k, grad_v, dk_strides, dv_strides, scales, fa
         if steps > 0:
             put(warpgroup_mma_wait(0, deps=[_dq(shared, form)]), shared, form)
     sync(TOGETHER, THREADS)  # K and V have been read for the last time
-    shared.v.reshape([form.KEYS, form.DIM]).store(state.dv.to(dtype))
-    shared.k.reshape([form.KEYS, form.DIM]).store((state.dk * factor).to(dtype))
+    v.store(state.dv.to(dtype))
+    k.store((state.dk * factor).to(dtype))
     fence_async_shared()
     sync(TOGETHER, THREADS)
     # What is the block's is computed again, not kept in registers over the loops, which need all that there are.
     work = work_of(block_number(shared, form, 8), sizes, form, form.KEYS, True, 8)
     if work.rows > 0:
         at = work.k_first + work.start
-        rows_stored(shared.v, dv_desc, grad_v, dv_strides[0], dv_strides[1], work.slot, work.head, at, work.rows,
-                    form.KEYS, form.DIM, form.VARYING)  # fmt: skip
-        rows_stored(shared.k, dk_desc, grad_k, dk_strides[0], dk_strides[1], work.slot, work.head, at, work.rows,
-                    form.KEYS, form.DIM, form.VARYING)  # fmt: skip
+        rows_stored(shared.v, v, dv_desc, grad_v, dv_strides[0], dv_strides[1], work.slot, work.head, at, work.rows,
+                    form.KEYS, form.DIM, form.VARYING, 8)  # fmt: skip
+        rows_stored(shared.k, k, dk_desc, grad_k, dk_strides[0], dk_strides[1], work.slot, work.head, at, work.rows,
+                    form.KEYS, form.DIM, form.VARYING, 8)  # fmt: skip

@@ -23,6 +23,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from portattn.backends.cuda.gluon_names import arrive, load, reduce_add, sync
+from portattn.backends.cuda.hopper_backward.apart import CONSUMER, HALF_FREE, HALF_FULL, HALF_PARTY, consume_half
 from portattn.backends.cuda.hopper_backward.consumer import DO_FREE, DQ_FREE, DQ_FULL, PARTY, Q_FREE, consume
 from portattn.backends.cuda.hopper_backward.tile_scheduler import (
     TO_FIRST,
@@ -101,7 +102,7 @@ def _produce(q_desc, do_desc, k_desc, v_desc, edge_q_desc, edge_do_desc, statist
 def _write(dq_desc, sizes, shared, form):
     """Add dQ's tiles to memory, by one warp. Tiles come in the producer's order; a late consumer puts zeros first."""
     if form.MESSAGES:
-        rows: gl.constexpr = form.DIM // 4 // form.MESSAGES
+        rows: gl.constexpr = form.ROWS * form.DIM // 256 // form.MESSAGES
         work = work_of(gl.program_id(0), sizes, form, form.KEYS, True, 1)
         tiles = query_tiles(work, sizes, form)
         count = tiles.end - tiles.begin
@@ -124,10 +125,31 @@ def _write(dq_desc, sizes, shared, form):
 
 
 @gluon.jit
+def _write_halves(dq_desc, sizes, shared, form):
+    """Add dQ's tiles to memory, by one warp: of each tile the second group's half, which is computed first."""
+    count_of_half: gl.constexpr = form.MESSAGES // 2
+    rows: gl.constexpr = form.ROWS * form.DIM // 256 // form.MESSAGES
+    work = work_of(gl.program_id(0), sizes, form, form.KEYS, True, 1)
+    tiles = query_tiles(work, sizes, form)
+    count = tiles.end - tiles.begin
+    for i in range(count * sizes.share):
+        m = tile_at(i % count, tiles, work.start // form.KEYS, form)
+        head = work.head * sizes.share + i // count
+        tile = (work.slot * sizes.heads * sizes.share + head) * sizes.query_tiles + work.tile + m
+        for half in gl.static_range(1, -1, -1):
+            arrive(HALF_FREE + half, HALF_PARTY)
+            sync(HALF_FULL + half, HALF_PARTY)
+            for part in gl.static_range(half * count_of_half, half * count_of_half + count_of_half):
+                place = shared.dq.slice(part * rows, rows)
+                reduce_add(dq_desc, [(tile * form.MESSAGES + part) * rows, 0], place)
+            tma.store_wait(0)
+
+
+@gluon.jit
 def _write_in_turns(dq_desc, turns, sizes, shared, form, second: gl.constexpr):
     """One warp of two, which write tiles in turns: one waits until its additions are complete while the other adds.
     This function does the steps of tile_scheduler.py. A late consumer's first tile, of zeros, is not added."""
-    rows: gl.constexpr = form.DIM // 4 // form.MESSAGES
+    rows: gl.constexpr = form.ROWS * form.DIM // 256 // form.MESSAGES
     mine: gl.constexpr = TO_SECOND if second else TO_FIRST
     other: gl.constexpr = TO_FIRST if second else TO_SECOND
     work = work_of(block_number(shared, form, 1), sizes, form, form.KEYS, True, 1)
@@ -179,9 +201,9 @@ def scheduled_backward(
     grad_k, grad_v, lengths_q, lengths_k, scale, factor, dk_stride_h, dk_stride_s, dv_stride_h, dv_stride_s, batches,
     heads, share, seq_q, seq_k, left, right, tiles, query_tiles, together, softcap,
     ROWS: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, MESSAGES: gl.constexpr,
-    LATE: gl.constexpr, AFTER: gl.constexpr, STAGGER: gl.constexpr, TURNS: gl.constexpr, GROUPED: gl.constexpr,
-    RIGHT: gl.constexpr, LEFT: gl.constexpr, TOP_LEFT: gl.constexpr, RAGGED: gl.constexpr, VARYING: gl.constexpr,
-    EDGES: gl.constexpr,
+    LATE: gl.constexpr, AFTER: gl.constexpr, APART: gl.constexpr, STAGGER: gl.constexpr, TURNS: gl.constexpr,
+    GROUPED: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr, TOP_LEFT: gl.constexpr, RAGGED: gl.constexpr,
+    VARYING: gl.constexpr, EDGES: gl.constexpr,
     UNSEEN: gl.constexpr, SOFTCAP: gl.constexpr, SCORE_MOD: gl.constexpr, SCORE_GRADIENT: gl.constexpr,
     WORKER: gl.constexpr,
 ):  # fmt: skip
@@ -191,7 +213,7 @@ def scheduled_backward(
           columns; packed tensors are one batch
     edge_q_desc, edge_do_desc  (2·B, Hq, ROWS, D): tiles with rows that do not count; None without EDGES
     statistics_desc  (2·tiles, ROWS) float32 by blocks of 2: of each query tile LSE in powers of 2, and delta
-    dq_desc   (tiles·DIM/4, 256) float32: sums of dQ, to be added to; None where MESSAGES is 0
+    dq_desc   (tiles·ROWS·DIM/256, 256) float32: sums of dQ, to be added to; None where MESSAGES is 0
     turns     (1 + tiles,) int32, all 0: the next block's number, and of each tile of dQ whose turn it is; None without
           TURNS
     grad_k, grad_v  the tensors of dk_desc and dv_desc, for the last rows of packed sequences, with their strides in
@@ -203,13 +225,15 @@ def scheduled_backward(
     SCORE_MOD, SCORE_GRADIENT  None, or sources of a function of scores and of its derivative
     WORKER    registers of a thread of producer and writer. The other constants: BackwardForm
     """
-    form = BackwardForm(ROWS, KEYS, DIM, STAGES, MESSAGES, LATE, AFTER, STAGGER, TURNS, GROUPED, RIGHT, LEFT, TOP_LEFT,
-                RAGGED, VARYING, EDGES, UNSEEN, SOFTCAP, score_function(SCORE_MOD),
+    form = BackwardForm(ROWS, KEYS, DIM, STAGES, MESSAGES, LATE, AFTER, APART, STAGGER, TURNS, GROUPED, RIGHT, LEFT,
+                TOP_LEFT, RAGGED, VARYING, EDGES, UNSEEN, SOFTCAP, score_function(SCORE_MOD),
                 score_function(SCORE_GRADIENT))  # fmt: skip
     gl.static_assert(SCORE_MOD is None or not (SOFTCAP or VARYING == "packed"))
+    gl.static_assert(not (APART and (SOFTCAP or SCORE_MOD is not None)))
     gl.static_assert(MESSAGES == 0 or KEYS == 128, "what is beside each other has no dQ")
     gl.static_assert(MESSAGES > 0 or not (LATE or TURNS), "there is no dQ to be late, or to be added in turns")
     gl.static_assert(not (TURNS and STAGGER), "in turns blocks begin at their last tile")
+    gl.static_assert(not APART or not (LATE or TURNS), "groups apart add dQ in any order")
     dtype: gl.constexpr = q_desc.dtype
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
     across: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, ROWS], dtype)
@@ -218,13 +242,16 @@ def scheduled_backward(
     k_smem = gl.allocate_shared_memory(dtype, [1, 1, KEYS, DIM], k_desc.layout)
     v_smem = gl.allocate_shared_memory(dtype, [1, 1, KEYS, DIM], v_desc.layout)
     statistics = gl.allocate_shared_memory(gl.float32, [STAGES, 2, ROWS], statistics_desc.layout)
-    ds_smem = gl.allocate_shared_memory(dtype, [KEYS, ROWS], across)
+    if APART:
+        ds_smem = gl.allocate_shared_memory(dtype, [2, KEYS, ROWS], across)
+    else:
+        ds_smem = gl.allocate_shared_memory(dtype, [KEYS, ROWS], across)
     if KEYS == 64:
         p_smem = gl.allocate_shared_memory(dtype, [KEYS, ROWS], across)
     else:
         p_smem = ds_smem
     if MESSAGES:
-        dq_smem = gl.allocate_shared_memory(gl.float32, [DIM // 4, 256], dq_desc.layout)
+        dq_smem = gl.allocate_shared_memory(gl.float32, [ROWS * DIM // 256, 256], dq_desc.layout)
     else:
         dq_smem = statistics
     if TURNS:
@@ -268,6 +295,26 @@ def scheduled_backward(
             ],
             [1, 1, 1],
             [WORKER, WORKER, WORKER],
+        )
+    elif APART:
+        gl.warp_specialize(
+            [
+                (
+                    consume_half,
+                    (dk_desc, dv_desc, grad_k, grad_v, dk_strides, dv_strides, scale, factor, sizes, shared, 0, form),
+                ),
+                (
+                    consume_half,
+                    (dk_desc, dv_desc, grad_k, grad_v, dk_strides, dv_strides, scale, factor, sizes, shared, 1, form),
+                ),
+                (
+                    _produce,
+                    (q_desc, do_desc, k_desc, v_desc, edge_q_desc, edge_do_desc, statistics_desc, sizes, shared, form),
+                ),
+                (_write_halves, (dq_desc, sizes, shared, form)),
+            ],
+            [4, 1, 1],
+            [CONSUMER, WORKER, WORKER],
         )
     else:
         gl.warp_specialize(

@@ -228,7 +228,8 @@ def _consume(dq_desc, out, stride_h, stride_s, statistics, scales, factor, sizes
     mbarrier.wait(shared.k_full.index(0), 0)
     if form.UNSEEN:
         if end * form.KEYS > seen:  # keys that no query sees may be NaN
-            clear_rows_outside(shared.k.index(0), 0, seen - (end - 1) * form.KEYS, form.KEYS, form.DIM)
+            k = shared.k.index(0).reshape([form.KEYS, form.DIM])
+            clear_rows_outside(k, 0, seen - (end - 1) * form.KEYS, form.KEYS, form.DIM, 8)
             fence_async_shared()
         sync(TOGETHER, THREADS)
     s = warpgroup_mma_wait(0, deps=[_scores(0, shared, form)])
@@ -240,7 +241,8 @@ def _consume(dq_desc, out, stride_h, stride_s, statistics, scales, factor, sizes
     if form.LEFT:
         first = first_seen(work, sizes, form) - begin * form.KEYS
         if first > 0:  # so may keys before the first window
-            clear_rows_outside(shared.k.index(state.k_slot), first, form.KEYS, form.KEYS, form.DIM)
+            k = shared.k.index(state.k_slot).reshape([form.KEYS, form.DIM])
+            clear_rows_outside(k, first, form.KEYS, form.KEYS, form.DIM, 8)
             fence_async_shared()
         sync(TOGETHER, THREADS)
         state = _step(state, begin, False, begin, begin, work, sizes, lse, delta, scales, shared, form)
@@ -250,12 +252,13 @@ def _consume(dq_desc, out, stride_h, stride_s, statistics, scales, factor, sizes
         lse, _delta = _statistics(statistics, work, sizes, form)
         counted = gl.convert_layout((lse != float("inf")).to(gl.int32), gl.SliceLayout(1, form.SUMS))
         dq = gl.where(gl.expand_dims(counted, 1) != 0, dq, 0.0)
-    shared.q.reshape([form.ROWS, form.DIM]).store(dq.to(dtype))
+    place = shared.q.reshape([form.ROWS, form.DIM])
+    place.store(dq.to(dtype))
     fence_async_shared()
     sync(TOGETHER, THREADS)
     if work.rows > 0:
-        rows_stored(shared.q, dq_desc, out, stride_h, stride_s, work.slot, work.head, work.q_first + work.start,
-                    work.rows, form.ROWS, form.DIM, form.VARYING)  # fmt: skip
+        rows_stored(shared.q, place, dq_desc, out, stride_h, stride_s, work.slot, work.head, work.q_first + work.start,
+                    work.rows, form.ROWS, form.DIM, form.VARYING, 8)  # fmt: skip
 
 
 @gluon.jit(

@@ -52,6 +52,7 @@ class BackwardForm:
     MESSAGES  number of parts in which a tile of dQ is added to memory; 0: another kernel computes dQ
     LATE      dQ of a tile is computed during the next tile's exponentials
     AFTER     dP is begun after P is computed, unless LATE: a function then has more registers
+    APART     two warp groups of 64 keys each are half a step apart (apart.py)
     STAGGER   query tiles between the first tiles of a head's neighbouring blocks, so that they add to other parts of dQ
     TURNS     blocks add to a tile of dQ in the order of their keys (tile_scheduler.py): deterministic
     GROUPED   query heads share a key head
@@ -75,6 +76,7 @@ class BackwardForm:
     MESSAGES: gl.constexpr
     LATE: gl.constexpr
     AFTER: gl.constexpr
+    APART: gl.constexpr
     STAGGER: gl.constexpr
     TURNS: gl.constexpr
     GROUPED: gl.constexpr
@@ -97,11 +99,11 @@ class BackwardForm:
     QUERIES: gl.constexpr  # of dQ [ROWS, DIM]
 
     @gluon.constexpr_function
-    def __init__(self, ROWS, KEYS, DIM, STAGES, MESSAGES, LATE, AFTER, STAGGER, TURNS, GROUPED, RIGHT, LEFT,
+    def __init__(self, ROWS, KEYS, DIM, STAGES, MESSAGES, LATE, AFTER, APART, STAGGER, TURNS, GROUPED, RIGHT, LEFT,
                  TOP_LEFT, RAGGED, VARYING, EDGES, UNSEEN, SOFTCAP, SCORE_MOD, SCORE_GRADIENT):  # fmt: skip
         self.ROWS, self.KEYS, self.DIM, self.STAGES = map(gl.constexpr, (ROWS, KEYS, DIM, STAGES))
         self.MESSAGES, self.LATE, self.STAGGER = map(gl.constexpr, (MESSAGES, LATE, STAGGER))
-        self.TURNS, self.GROUPED, self.AFTER = map(gl.constexpr, (TURNS, GROUPED, AFTER))
+        self.TURNS, self.GROUPED, self.AFTER, self.APART = map(gl.constexpr, (TURNS, GROUPED, AFTER, APART))
         self.RIGHT, self.LEFT = map(gl.constexpr, (RIGHT, LEFT))
         self.TOP_LEFT, self.RAGGED, self.VARYING = map(gl.constexpr, (TOP_LEFT, RAGGED, VARYING))
         self.EDGES, self.UNSEEN, self.SOFTCAP = map(gl.constexpr, (EDGES, UNSEEN, SOFTCAP))
@@ -109,12 +111,14 @@ class BackwardForm:
         self.MASKED = gl.constexpr(RIGHT or LEFT or RAGGED or UNSEEN)
         beside = KEYS == 64
         self.BESIDE = gl.constexpr(beside)
-        warps, share = ([4, 2], 2) if beside else ([8, 1], 1)
+        warps, share = ([4, 2], 2) if beside else ([4 if APART else 8, 1], 1)
         sums = gl.NVMMADistributedLayout([3, 0], warps, [16, DIM // share, 16])
         self.SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], warps, [16, ROWS // share, 16]))
         self.WEIGHTS = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=sums, k_width=2))
         self.SUMS = gl.constexpr(sums)
-        self.QUERIES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, DIM // 2, 16]))
+        across = 128 // ROWS  # warp groups that share the rows of a tile have half the columns of its dQ each
+        queries = [4, 1] if APART else [8 // across, across]
+        self.QUERIES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], queries, [16, DIM // across, 16]))
 
 
 @aggregate
@@ -125,8 +129,8 @@ class BackwardSharedMemory:
     v: gl.shared_memory_descriptor  # [1, 1, KEYS, DIM]
     statistics: gl.shared_memory_descriptor  # [STAGES][2, ROWS] float32: LSE in powers of 2, delta
     p: gl.shared_memory_descriptor  # [KEYS, ROWS], where warp groups have half the columns each
-    ds: gl.shared_memory_descriptor  # [KEYS, ROWS]
-    dq: gl.shared_memory_descriptor  # [DIM/4, 256] float32, in the order of `put`
+    ds: gl.shared_memory_descriptor  # [KEYS, ROWS]; with APART two of them
+    dq: gl.shared_memory_descriptor  # [ROWS·DIM/256, 256] float32, in the order of `put`
     kv_full: gl.shared_memory_descriptor  # [2] mbarriers: K, V
     q_full: gl.shared_memory_descriptor  # [STAGES]: Q and the statistics
     do_full: gl.shared_memory_descriptor  # [STAGES]
@@ -155,7 +159,7 @@ class BackwardSizes:
     left: gl.tensor
     right: gl.tensor
     tiles: gl.tensor  # the kernel's own tiles of a head of a sequence; of a head of all packed ones
-    query_tiles: gl.tensor  # the same of 64 query rows, by which the statistics and dQ's sums are stored
+    query_tiles: gl.tensor  # the same of query rows, by which the statistics and dQ's sums are stored
     together: gl.tensor  # causal or packed: heads that are worked on at a time
 
     @gluon.constexpr_function
@@ -179,7 +183,7 @@ class BackwardWork:
     q_length: gl.tensor
     k_first: gl.tensor
     k_length: gl.tensor
-    tile: gl.tensor  # number of the sequence's first tile of 64 query rows among a head's
+    tile: gl.tensor  # number of the sequence's first tile of query rows among a head's
 
     @gluon.constexpr_function
     def __init__(self, start, rows, head, slot, sequence, q_first, q_length, k_first, k_length, tile):
@@ -215,7 +219,7 @@ class BackwardState:
         self.s, self.dk, self.dv, self.slot, self.phase = s, dk, dv, slot, phase
 
 
-_ROWS: gl.constexpr = gl.constexpr(STATISTICS_ROWS)
+_STATISTICS: gl.constexpr = gl.constexpr(STATISTICS_ROWS)  # the kernel of dQ follows tiles of so many rows
 
 
 @gluon.jit
@@ -257,7 +261,7 @@ def _rising_bounds(lengths, sequence, batches, total, WARPS: gl.constexpr):
 
 @gluon.jit
 def _packed(number, head, sizes, size: gl.constexpr, by_keys: gl.constexpr, reverse: gl.constexpr,
-            rising: gl.constexpr, WARPS: gl.constexpr):  # fmt: skip
+            rising: gl.constexpr, query_rows: gl.constexpr, WARPS: gl.constexpr):  # fmt: skip
     if by_keys:
         sequence = _sequence_of(number, sizes.lengths_k, sizes.seq_k, size, sizes.batches, WARPS)
     else:
@@ -275,7 +279,7 @@ def _packed(number, head, sizes, size: gl.constexpr, by_keys: gl.constexpr, reve
         number = gl.where(number * size < length, gl.cdiv(length, size) - 1 - number, number)
     after = sequence == sizes.batches  # rows of no sequence: nothing sees them, and they see nothing
     q_length, k_length = gl.where(after, 0, q_length), gl.where(after, 0, k_length)
-    tile = q_first // _ROWS + sequence
+    tile = q_first // query_rows + sequence
     start = number * size
     return BackwardWork(start, length - start, head, head - head, sequence, q_first, q_length, k_first, k_length, tile)
 
@@ -292,7 +296,8 @@ def work_of(block, sizes, form, size: gl.constexpr, by_keys: gl.constexpr, WARPS
     else:
         number, head = block % sizes.tiles, block // sizes.tiles
     if form.VARYING == "packed":
-        work = _packed(number, head, sizes, size, by_keys, reverse, form.TURNS, WARPS)
+        query_rows: gl.constexpr = form.ROWS if by_keys else _STATISTICS
+        work = _packed(number, head, sizes, size, by_keys, reverse, form.TURNS, query_rows, WARPS)
     else:
         if reverse:
             number = sizes.tiles - 1 - number

@@ -114,8 +114,11 @@ class BackwardSchedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     after: bool = False
     stagger: int = 0
     turns: bool = False
+    apart: bool = False
 
     def __post_init__(self) -> None:
+        if self.apart and (self.messages % 2 or not self.messages or self.stages != 2 or self.late or self.turns):
+            raise ValueError("two groups apart add half a tile of dQ each in any order: even messages, stages = 2")
         if self.late and not self.messages:
             raise ValueError("late is about dQ that is added: messages must not be 0")
         if self.messages and self.keys != 128:
@@ -152,15 +155,17 @@ def choice(problem: Problem, toolchain: Toolchain) -> TimedBackwardSchedule:
         # Repeatable bit by bit: added in turns, or dK and dV with two buffers and dQ by its own kernel, whose sums have
         # other bits: under invariant=True sizes decide nothing.
         if problem.invariant or in_turns(problem, schedule.keys):
-            return TimedBackwardSchedule(msgspec.structs.replace(schedule, stagger=0, turns=True), "")
-        apart = BackwardSchedule(keys=schedule.keys, stages=2, messages=0, after=schedule.after)
-        return TimedBackwardSchedule(apart, "")
+            repeatable = msgspec.structs.replace(schedule, apart=False, stagger=0, turns=True)
+            return TimedBackwardSchedule(repeatable, "")
+        alone = BackwardSchedule(keys=schedule.keys, stages=2, messages=0, after=schedule.after)
+        return TimedBackwardSchedule(alone, "")
     return TimedBackwardSchedule(schedule, timed_with)
 
 
 MOST_TILES = 2**30
 LOG2E = math.log2(math.e)
 QUERY_ROWS = 128  # of a block of the kernel of dQ
+WIDE_ROWS = 128  # of a tile of two groups apart with 64 columns: two groups that share 64 rows read dS and K too slowly
 # Registers of a thread: what the launches ask for, and what warps get that only move memory; the consumer has the rest.
 REGISTERS, WORKER = 168, 24
 # A program of the kernels before and after the products has a tile of 64 rows.
@@ -183,6 +188,7 @@ class BackwardVariant(Variant):
             "after": "dP is begun after the probabilities",
             "stagger": "query tiles by which neighbouring blocks begin apart",
             "turns": "blocks add to dQ in the order of their keys",
+            "apart": "two groups of 64 keys, half a step apart",
         }
     )
     takes = frozenset(
@@ -290,18 +296,19 @@ class _BackwardLauncher(StepLauncher):
         self._dim = dim = width(p.head_dim)
         self._scale, self._cores = float(call.scale), multiprocessors(call.q.device)
         self._cap = min(call.softcap, schedules.LARGEST_CAP) if p.softcap else 0.0
-        self._query_tiles = tiles_of(p.seq_q, p.total_q, p, STATISTICS_ROWS)
+        self._rows = WIDE_ROWS if s.apart and dim == WIDTHS[0] else STATISTICS_ROWS
+        self._query_tiles = tiles_of(p.seq_q, p.total_q, p, self._rows)
         tiles = self._tiles = self._query_tiles * p.heads_q * slots(p)
         varying = {(True, True): "padded", (True, False): "padded_q", (False, True): "padded_k", (False, False): "none"}
         self._varying = "packed" if p.packed else varying[p.seqlens_q, p.seqlens_k]
-        buffers: Buffers = {"statistics": ((2 * tiles, STATISTICS_ROWS), torch.float32)}
+        buffers: Buffers = {"statistics": ((2 * tiles, self._rows), torch.float32)}
         if s.messages:
-            buffers["sums"] = ((tiles * dim // 4, 256), torch.float32)
+            buffers["sums"] = ((tiles * self._rows * dim // 256, 256), torch.float32)
         if s.turns:
             buffers["turns"] = ((1 + tiles,), torch.int32)
         self._edges = _edges(p)
         if self._edges:
-            rows = (2 * p.batch, p.heads_q, STATISTICS_ROWS)
+            rows = (2 * p.batch, p.heads_q, self._rows)
             buffers["edge_q"] = ((*rows, p.head_dim), call.q.dtype)
             buffers["edge_do"] = ((*rows, p.head_dim_v), call.q.dtype)
         super().__init__(buffers)
@@ -331,7 +338,7 @@ class _BackwardLauncher(StepLauncher):
             arguments |= outer_strides(name, tensors.get(role), "bh")
         arguments |= {
             "heads": p.heads_q, "seq_q": p.query_rows[1], "batches": p.batch, "tiles": self._query_tiles,
-            "D": p.head_dim, "D_V": p.head_dim_v, "ROWS": STATISTICS_ROWS, "DIM": dim, "VARYING": self._varying,
+            "D": p.head_dim, "D_V": p.head_dim_v, "ROWS": self._rows, "DIM": dim, "VARYING": self._varying,
         }  # fmt: skip
         return Step(row_statistics, (self._tiles,), arguments, {"num_warps": ROW_WARPS[dim], **FUSED}, roles)
 
@@ -345,22 +352,24 @@ class _BackwardLauncher(StepLauncher):
             "dv_desc": "grad_v", "edge_q_desc": "edge_q", "edge_do_desc": "edge_do", "statistics_desc": "statistics",
             "dq_desc": "sums", "turns": "turns", "grad_k": "grad_k", "grad_v": "grad_v", **self._lengths(),
         }  # fmt: skip
-        rows = {"q_desc": STATISTICS_ROWS, "do_desc": STATISTICS_ROWS, "edge_q_desc": STATISTICS_ROWS,
-                "edge_do_desc": STATISTICS_ROWS}  # fmt: skip
+        rows = dict.fromkeys(("q_desc", "do_desc", "edge_q_desc", "edge_do_desc"), self._rows)
+        if s.apart:
+            rows |= {"dk_desc": s.keys // 2, "dv_desc": s.keys // 2}
         arguments = {
             name: _maybe(tensors.get(role), rows.get(name, s.keys) if name.endswith("_desc") else 0, dim)
             for name, role in roles.items()
             if name not in ("statistics_desc", "dq_desc")
         } | {
             "statistics_desc": flat(tensors["statistics"], 2),
-            "dq_desc": flat(tensors["sums"], dim // 4 // s.messages) if s.messages else None,
+            "dq_desc": flat(tensors["sums"], self._rows * dim // 256 // s.messages) if s.messages else None,
             **_steps_of_8("dk_", tensors["grad_k"]), **_steps_of_8("dv_", tensors["grad_v"]),
             **self._numbers(p.heads_k, tiles, together(p, tiles, self._cores, s.turns)), **self._constants(s.keys),
-            "ROWS": STATISTICS_ROWS, "STAGES": s.stages, "MESSAGES": s.messages, "LATE": s.late, "AFTER": s.after,
-            "STAGGER": s.stagger, "TURNS": s.turns, "GROUPED": p.group > 1,
+            "ROWS": self._rows, "STAGES": s.stages, "MESSAGES": s.messages, "LATE": s.late, "AFTER": s.after,
+            "APART": s.apart, "STAGGER": s.stagger, "TURNS": s.turns, "GROUPED": p.group > 1,
         }  # fmt: skip
         grid = (tiles * p.heads_k * slots(p),)
-        return Step(scheduled_backward, grid, arguments, {"num_warps": 8, "maxnreg": REGISTERS, **FUSED}, roles)
+        warps = 4 if s.apart else 8  # of the first group of those that compute
+        return Step(scheduled_backward, grid, arguments, {"num_warps": warps, "maxnreg": REGISTERS, **FUSED}, roles)
 
     def _queries(self, tensors: Mapping[str, Any]) -> Step:
         from portattn.backends.cuda.hopper_backward.queries import scheduled_queries
@@ -394,7 +403,7 @@ class _BackwardLauncher(StepLauncher):
         arguments = {name: tensors.get(role) for name, role in roles.items()} | {
             **outer_strides("out", tensors["grad_q"], "bhs"), "scale": self._scale, "heads": p.heads_q,
             "seq_q": p.query_rows[1], "batches": p.batch, "tiles": self._query_tiles, "D": p.head_dim,
-            "ROWS": STATISTICS_ROWS, "DIM": dim, "VARYING": self._varying,
+            "ROWS": self._rows, "DIM": dim, "VARYING": self._varying,
         }  # fmt: skip
         return Step(query_gradients, (self._tiles,), arguments, {"num_warps": ROW_WARPS[dim], **FUSED}, roles)
 

@@ -18,7 +18,7 @@ from portattn.schema.target import Target
 RELEASES = ("3.6.0", "3.7.1", "3.8.0", "3.9.0", "3.10.0")
 # What chooses other code in a loop. Buffers, and the order in which tiles are drawn, do not.
 FORWARD_LOOP = ("width", "groups", "keys", "turns", "late", "early", "lazy")
-BACKWARD_LOOP = ("width", "keys", "messages", "late", "turns")
+BACKWARD_LOOP = ("width", "keys", "messages", "late", "apart", "turns")
 # Lengths on both sides of every limit in the tuning data.
 ROWS = (1, 128, 129, 256, 257, 512, 513, 1024, 1025, 4096)
 KEYS = (64, 512, 513, 1024, 1025, 2047, 2048, 2049, 8192, 8193)

@@ -150,6 +150,12 @@ def test_schedules():
             assert large.schedule == msgspec.structs.replace(summed[dim], stagger=0, turns=True)
         else:
             assert large.schedule == summed[dim]
+    for dim, messages in ((64, 2), (128, 4)):
+        apart = choice(problem(LARGE, head_dim=dim, head_dim_v=dim), TIMED_WITH).schedule
+        assert apart == BackwardSchedule(keys=128, stages=2, messages=messages, apart=True)
+    for fields in ({"messages": 1}, {"messages": 2, "late": True}, {"messages": 2, "turns": True}):
+        with pytest.raises(ValueError, match="two groups apart"):
+            BackwardSchedule(keys=128, stages=2, apart=True, **fields)
     with pytest.raises(ValueError, match="late"):
         BackwardSchedule(keys=128, stages=2, messages=0, late=True)
     with pytest.raises(ValueError, match="128 keys"):
@@ -278,6 +284,9 @@ FORMS: dict[str, Problem] = {
     "64, full": problem(head_dim=64, head_dim_v=64, seq_k=512),
     "64, packed, causal": problem(PACKED, head_dim=64, head_dim_v=64, causal="bottom_right"),
     "128, full": problem(seq_k=512, heads_k=4), "128, causal": problem(causal="bottom_right"),
+    "64, apart": problem(LARGE, head_dim=64, head_dim_v=64), "128, apart": LARGE,
+    "64, apart, causal, padded": problem(LARGE, **LENGTHS, head_dim=64, head_dim_v=64, causal="bottom_right"),
+    "128, apart, causal": problem(LARGE, causal="bottom_right"),
     "128, padded, window": problem(**LENGTHS, window_left=40), "128, repeatable": problem(deterministic=True),
     "128, in turns, causal": problem(LARGE, causal="bottom_right", deterministic=True),
     "64, in turns, packed": problem(LARGE_PACKED, head_dim=64, head_dim_v=64, deterministic=True),
@@ -303,7 +312,8 @@ def test_it_compiles_clean(gluon_compiler, gluon_target, form):
     assert len(kernels) == 3
     for kernel in kernels:
         assert "serialized_wgmma" not in kernel.facts, kernel.function
-        assert kernel.facts["spills"] <= MOST_SPILLED * (2 if p.score_mod else 1), kernel.function
+        twice = p.score_mod or "apart, causal" in form  # the latter between loops, of which none spills
+        assert kernel.facts["spills"] <= MOST_SPILLED * (2 if twice else 1), kernel.function
         assert kernel.facts["scratchpad_bytes"] <= (SM_90.arch.scratchpad_bytes or 0), kernel.function
     assert kernels[1].facts["wgmma"] > 0
     if VARIANT.timed_with(p):
@@ -462,6 +472,22 @@ def test_gradients_in_turns(chip, monkeypatch, name, head_dim, causal):
     call = random_call(p, 1, device=chip.name)
     assert_variant_right(VARIANT, call)
     assert_repeats(call, 5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", ["none", "bottom_right", "top_left"])
+@pytest.mark.parametrize("head_dim", [40, 64, 128])
+@pytest.mark.parametrize("name", [*SIZES, "packed", "packed, window"])
+def test_gradients_of_groups_apart(chip, monkeypatch, name, head_dim, causal):
+    """Also of problems that have another schedule: the fewest steps, every mask, and lengths within a tile."""
+    schedule = BackwardSchedule(keys=128, stages=2, messages=2 if head_dim <= 64 else 4, apart=True)
+    monkeypatch.setattr(backward, "choice", lambda p, toolchain: backward.TimedBackwardSchedule(schedule, ""))
+    fields: dict[str, Any] = {"head_dim": head_dim, "head_dim_v": head_dim, "causal": causal}
+    if name in SIZES:
+        p = problem(**SIZES[name] | fields | {"deterministic": False})
+    else:
+        p = problem(PACKED, **fields, window_left=30 if "window" in name else -1)
+    assert_variant_right(VARIANT, random_call(p, 1, device=chip.name))
 
 
 @pytest.mark.gpu

@@ -280,6 +280,8 @@ FORMS: dict[str, Problem] = {
     "more queries than keys": problem(seq_q=150, seq_k=50, causal="bottom_right"),
     "in turns": problem(seq_q=130, deterministic=True),
     "padded": problem(seq_q=130, batch=3, seqlens_q=True, seqlens_k=True),
+    "tall": problem(seq_q=300, seq_k=513, causal="bottom_right"),
+    "tall, padded": problem(seq_q=300, seq_k=513, batch=3, seqlens_q=True),
     "packed": problem(
         op="varlen_attention_backward", batch=4, seq_q=100, seq_k=100, total_q=230, total_k=200,
     ),
@@ -319,15 +321,17 @@ def test_rows_before_and_after_the_products(monkeypatch: pytest.MonkeyPatch, for
         assert tensors["turns"].tolist() == [0] * (1 + len(tensors["sums"]) * 256 // (64 * SUMMED_WIDTH))
 
     tiles = steps[0].arguments["tiles"]
-    statistics = tensors["statistics"].view(-1, p.heads_q, tiles, 2, 64)
+    size = steps[0].arguments["ROWS"]
+    assert (size == 128) is ("tall" in form)
+    statistics = tensors["statistics"].view(-1, p.heads_q, tiles, 2, size)
     made = torch.randn(*call.q.shape[:3], SUMMED_WIDTH)  # dQ, in rows; what is not a sequence's must not be read
-    sums = torch.full((statistics.shape[0], p.heads_q, tiles, 64, SUMMED_WIDTH), float("nan"))
+    sums = torch.full((statistics.shape[0], p.heads_q, tiles, size, SUMMED_WIDTH), float("nan"))
     for slot, first, rows, number in spans(call):
-        before = first // 64 + number if p.packed else 0
-        for row in range(0, rows, 64):
-            count, tile = min(64, rows - row), before + row // 64
+        before = first // size + number if p.packed else 0
+        for row in range(0, rows, size):
+            count, tile = min(size, rows - row), before + row // size
             here = slice(first + row, first + row + count)
-            lse = torch.full((p.heads_q, 64), float("inf"))
+            lse = torch.full((p.heads_q, size), float("inf"))
             lse[:, :count] = call.forward_lse[slot, :, here] / math.log(2)
             lse[torch.isneginf(lse)] = float("inf")
             torch.testing.assert_close(statistics[slot, :, tile, 0], lse)
@@ -337,15 +341,16 @@ def test_rows_before_and_after_the_products(monkeypatch: pytest.MonkeyPatch, for
                 missing = torch.isinf(lse[head])
                 if missing.all() or "edge_q" not in tensors:
                     continue
-                for side in [i for i, row_of_it in enumerate((0, 63)) if missing[row_of_it]]:
+                for side in [i for i, row_of_it in enumerate((0, size - 1)) if missing[row_of_it]]:
                     for name, whole in (("edge_q", call.q), ("edge_do", call.grad_out)):
-                        expected = torch.zeros(64, whole.shape[3], dtype=whole.dtype)
+                        expected = torch.zeros(size, whole.shape[3], dtype=whole.dtype)
                         expected[:count] = whole[slot, head, here]
                         expected[missing] = 0.0
                         assert torch.equal(tensors[name][2 * number + side, head], expected)
 
-    # The order of consumer.put: warp, half, row of 8, warp group, 16 columns, lane's pair, column of it.
-    order = sums.view(*sums.shape[:3], 4, 2, 8, 2, SUMMED_WIDTH // 16, 4, 2).permute(0, 1, 2, 7, 3, 6, 5, 8, 4, 9)
+    # The order of consumer.put: 64 rows, half of the columns, 8 columns, warp, row of 8, lane's pair, half of 16 rows.
+    order = sums.view(*sums.shape[:3], -1, 4, 2, 8, 2, SUMMED_WIDTH // 16, 4, 2)
+    order = order.permute(0, 1, 2, 3, 7, 8, 4, 6, 9, 5, 10)
     tensors["sums"].copy_(order.reshape(tensors["sums"].shape))
     launch_steps(steps[2:])
     expected = torch.zeros(call.q.shape)
