@@ -16,6 +16,7 @@ import msgspec
 from portattn.backends.cuda.hopper_backward.variant import BackwardVariant
 from portattn.backends.cuda.hopper_forward.quantized_variants import Fp8Variant, Int8Variant
 from portattn.backends.cuda.hopper_forward.variant import ForwardVariant
+from portattn.backends.cuda.hopper_forward.wide_variant import WideVariant
 from portattn.backends.cuda.hopper_indexer.variant import IndexerVariant
 from portattn.backends.cuda.hopper_latent.variant import LatentVariant
 from portattn.backends.detection import first_line_matching, torch_device_properties, version_in
@@ -104,7 +105,9 @@ class CudaBackend(Backend):
     options = MappingProxyType({"maxnreg": int, "launch_pdl": bool, "enable_fp_fusion": bool})
     compilers = ("triton", "flagtree")
     vendor = (SdpaPath(),)
-    variants = (ForwardVariant(), Fp8Variant(), Int8Variant(), BackwardVariant(), LatentVariant(), IndexerVariant())
+    variants = (
+        ForwardVariant(), WideVariant(), Fp8Variant(), Int8Variant(), BackwardVariant(), LatentVariant(), IndexerVariant(),
+    )  # fmt: skip
 
     def detect(self, index: int | None = None) -> str | None:
         """Return the arch of NVIDIA device `index`; None without one, or without an arch for its compute capability."""

@@ -193,6 +193,12 @@ FORWARD = (
     Problem(**_COMMON, **_PACKED | {"seq_q": 77, "seq_k": 2541, "total_q": 150, "total_k": 5080}, head_dim=64,
             dtype="bf16"),
 )  # fmt: skip
+# Both numbers of chunks; whole, causal, padded and packed.
+WIDE = (
+    Problem(**_COMMON, seq_q=277, seq_k=541, head_dim=512, dtype="bf16"),
+    Problem(**_COMMON, **_LENGTHS, seq_q=277, seq_k=541, head_dim=512, dtype="fp16", causal="bottom_right"),
+    Problem(**_COMMON, **_PACKED, head_dim=320, dtype="bf16", causal="bottom_right"),
+)
 # The forms that differ with e4m3 operands: each width, scales of a batch and of packed sequences, values out of sight.
 FP8_FORWARD = (
     Problem(**_COMMON, **_NARROW, seq_q=277, seq_k=541, head_dim=64, dtype="fp16", causal="bottom_right"),

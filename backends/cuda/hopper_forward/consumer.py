@@ -368,7 +368,7 @@ _LARGEST: gl.constexpr = gl.constexpr(3.4028234663852886e38)
 
 
 @gluon.jit
-def _normalised(acc, row_max, row_sum, sink, valid, value_factor, form):
+def normalize_rows(acc, row_max, row_sum, sink, valid, value_factor, form):
     """Output rows and the natural LSE of each. `sink`: one more score, natural, without a value; `valid`: 0 for padding
     rows; value_factor: with FP8 or a FORMAT a factor on the output."""
     total = gl.convert_layout(gl.sum(row_sum, 1), form.ROW)
@@ -405,18 +405,18 @@ def _normalised(acc, row_max, row_sum, sink, valid, value_factor, form):
 def _stored(acc, o_desc, out, stride_h, stride_s, work, row, place, form):
     """Store rows of the output by way of shared memory, one part of the columns after the other."""
     if form.PARTS == 1:
-        _part_stored(acc, 0, o_desc, out, stride_h, stride_s, work, row, place, form)
+        store_part(acc, 0, o_desc, out, stride_h, stride_s, work, row, place, form)
     else:
         gl.static_assert(form.PARTS == 2)
         halves = gl.permute(gl.reshape(acc, [_ROWS, 2, form.DIM // 2]), (0, 2, 1))
         first, second = gl.split(halves)
-        _part_stored(first, 0, o_desc, out, stride_h, stride_s, work, row, place, form)
+        store_part(first, 0, o_desc, out, stride_h, stride_s, work, row, place, form)
         tma.store_wait(0)
-        _part_stored(second, form.DIM // 2, o_desc, out, stride_h, stride_s, work, row, place, form)
+        store_part(second, form.DIM // 2, o_desc, out, stride_h, stride_s, work, row, place, form)
 
 
 @gluon.jit
-def _part_stored(acc, column: gl.constexpr, o_desc, out, stride_h, stride_s, work, row, place, form):
+def store_part(acc, column, o_desc, out, stride_h, stride_s, work, row, place, form):
     flat = place.reshape([_ROWS, form.DIM // form.PARTS])
     flat.store(acc.to(place.dtype))
     at = work.q_first + row
@@ -464,7 +464,7 @@ def write(acc, state, box, place, o_desc, out, lse, sinks, stride_h, stride_s, s
     value_factor = 1.0
     if form.FP8 or form.DEQUANTIZE:
         value_factor = result_factor(scales, sizes, work, form)
-    acc, row_lse = _normalised(acc, state.row_max, state.row_sum, sink, valid, value_factor, form)
+    acc, row_lse = normalize_rows(acc, state.row_max, state.row_sum, sink, valid, value_factor, form)
     split, slots = work.split, sizes.batches
     if form.PACKED:
         slots = 1

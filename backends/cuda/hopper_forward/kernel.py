@@ -104,7 +104,7 @@ _ROWS: gl.constexpr = gl.constexpr(GROUP_ROWS)
 
 
 @gluon.jit
-def _draw(counter, tiles):
+def draw_tile(counter, tiles):
     """Draw the number of the next tile. A launch's very last draw resets the counter to 0 for the next one."""
     blocks = gl.num_programs(0)
     tile = gl.atomic_add(counter, 1) + blocks
@@ -127,7 +127,7 @@ def _produce(q_desc, k_desc, v_desc, counter, page_table, table_stride, sizes, s
     while tile < tiles:
         work = work_of(tile, sizes, form)
         if work.row < 0:
-            tile = _draw(counter, tiles)
+            tile = draw_tile(counter, tiles)
         else:
             box, box_phase = send(work, box, box_phase, shared, form)
             begin, end, _some = tile_keys(work, sizes, form)
@@ -164,7 +164,7 @@ def _produce(q_desc, k_desc, v_desc, counter, page_table, table_stride, sizes, s
                             load(q_desc, [work.slot, work.head, q_row, 0], q_full, shared.q.index(place))
                     buffer, q_phase = following(buffer, q_phase, form.QUERIES)
                 if n == begin:  # late, so that what is left goes to who is free; not later, as it takes a tile's time
-                    tile = _draw(counter, tiles)
+                    tile = draw_tile(counter, tiles)
                 if form.DEQUANTIZE:
                     bring_raw(v_desc, pages, n, work.k_length, kv_head, 1, raw_phase, shared, form)
                     raw_phase ^= 1
