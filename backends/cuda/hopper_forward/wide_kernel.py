@@ -177,28 +177,27 @@ def _exponentials(s, row_max, limits, n, scale, masked: gl.constexpr, form):
 
 
 @gluon.jit
-def _passed(count, k_phase, v_phase, shared, form, CHUNKS: gl.constexpr):
+def _passed(count, phase, shared, form, CHUNKS: gl.constexpr):
     """Let key tiles pass that only the other consumer needs."""
     for _ in range(count):
         for j in gl.static_range(CHUNKS):
-            mbarrier.wait(shared.k_full.index(j), k_phase)
+            mbarrier.wait(shared.k_full.index(j), phase)
             arrive(FREE + j, form.PARTY)
-        mbarrier.wait(shared.v_full.index(0), v_phase)
+        mbarrier.wait(shared.v_full.index(0), phase)
         arrive(FREE + CHUNKS, form.PARTY)
-        k_phase ^= 1
-        v_phase ^= 1
-    return k_phase, v_phase
+        phase ^= 1
+    return phase
 
 
 @gluon.jit
-def _step(state, k_phase, v_phase, limits, n, scale, shared, masked: gl.constexpr, group: gl.constexpr, form,
+def _step(state, phase, limits, n, scale, shared, masked: gl.constexpr, group: gl.constexpr, form,
           CHUNKS: gl.constexpr):  # fmt: skip
     """Process one more key tile: its scores and softmax, while the values of the tile before are added."""
-    s = _scores(shared, k_phase, group, form, CHUNKS)
+    s = _scores(shared, phase, group, form, CHUNKS)
     acc = state.acc
     if form.LATE:
         acc = rescale_rows(acc, state.alpha, form)
-    fresh = _values(state.held, acc, shared, v_phase, form)
+    fresh = _values(state.held, acc, shared, phase ^ 1, form)
     s = _complete_scores(s, 1, form, CHUNKS)
     p, row_max, base = _exponentials(s, state.row_max, limits, n, scale, masked, form)
     alpha = gl.exp2(state.row_max - base)
@@ -245,7 +244,7 @@ def _consume(o_desc, out, lse, stride_h, stride_s, scale, sizes, shared, group: 
     for j in gl.static_range(CHUNKS + 1):  # every buffer starts free
         arrive(FREE + j, form.PARTY)
     zero = gl.to_tensor(0)
-    k_phase, v_phase, q_phase, box, box_phase = zero, zero, zero, zero, zero
+    phase, q_phase, box, box_phase = zero, zero, zero, zero
     mbarrier.wait(shared.mail_full.index(box), box_phase)
     work = read(box, shared)
     while work.row >= 0:
@@ -253,11 +252,11 @@ def _consume(o_desc, out, lse, stride_h, stride_s, scale, sizes, shared, group: 
         _first, all_end, _some = tile_keys(work, sizes, form)
         _begin, _clean, unclean, end = key_tiles(row, _ROWS, work, sizes, form)
         end = gl.minimum(end, all_end)
-        k_phase, v_phase = _passed(all_end - end, k_phase, v_phase, shared, form, CHUNKS)
+        phase = _passed(all_end - end, phase, shared, form, CHUNKS)
         seen, position = last_seen(work, sizes, form), position_of(work, form)
         limits = row_limits(work, row + line_numbers(form.ROW, form), seen, position, sizes, form)
         mbarrier.wait(shared.q_full.index(group), q_phase)
-        s = _complete_scores(_scores(shared, k_phase, group, form, CHUNKS), 0, form, CHUNKS)
+        s = _complete_scores(_scores(shared, phase, group, form, CHUNKS), 0, form, CHUNKS)
         n = end - 1
         lowest = gl.full([_ROWS], -float("inf"), gl.float32, form.ROW)
         p, row_max, _base = _exponentials(s, lowest, limits, n, scale, True, form)
@@ -266,25 +265,22 @@ def _consume(o_desc, out, lse, stride_h, stride_s, scale, sizes, shared, group: 
         state = State(acc, hold(p, form, shared.v.dtype), alpha, row_max, lane_sum(p, _KEYS))
         if form.UNSEEN:
             if end * _KEYS > seen:
-                mbarrier.wait(shared.v_full.index(0), v_phase)
+                mbarrier.wait(shared.v_full.index(0), phase)
                 clear(shared.v.index(0).reshape([_KEYS, _PART]), 0, seen - n * _KEYS, n, limits, form)
-        k_phase ^= 1
+        phase ^= 1
         if form.RIGHT:
             for _ in range(n - unclean):
                 n -= 1
-                state = _step(state, k_phase, v_phase, limits, n, scale, shared, True, group, form, CHUNKS)
-                k_phase ^= 1
-                v_phase ^= 1
+                state = _step(state, phase, limits, n, scale, shared, True, group, form, CHUNKS)
+                phase ^= 1
         for _ in range(n):
-            state = _step(state, k_phase, v_phase, limits, n, scale, shared, False, group, form, CHUNKS)
-            k_phase ^= 1
-            v_phase ^= 1
+            state = _step(state, phase, limits, n, scale, shared, False, group, form, CHUNKS)
+            phase ^= 1
         acc = state.acc
         if form.LATE:
             acc = rescale_rows(acc, state.alpha, form)
-        acc = warpgroup_mma_wait(0, deps=[_values(state.held, acc, shared, v_phase, form)])
+        acc = warpgroup_mma_wait(0, deps=[_values(state.held, acc, shared, phase ^ 1, form)])
         arrive(FREE + CHUNKS, form.PARTY)
-        v_phase ^= 1
         _write(acc, state, box, o_desc, out, lse, stride_h, stride_s, sizes, shared, group, form, CHUNKS)
         tma.store_wait(0)
         mbarrier.arrive(shared.q_free.index(group), count=1)
