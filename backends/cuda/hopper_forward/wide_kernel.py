@@ -348,10 +348,11 @@ def wide_forward(
         lengths_q = counter  # not read
     if lengths_k is None:
         lengths_k = counter
-    sizes = Sizes(lengths_q, lengths_k, batches, heads, share, seq_q, seq_k, row_tiles, row_tiles, row_tiles, together,
-                  row_tiles, counter, row_tiles)  # fmt: skip
-    parts = Sizes(lengths_q, lengths_k, batches, heads * PARTS, share, seq_q, seq_k, row_tiles, row_tiles, row_tiles,
-                  together, row_tiles, counter, row_tiles)  # fmt: skip
+    zero = batches - batches
+    sizes = Sizes(lengths_q, lengths_k, batches, heads, share, seq_q, seq_k, zero, zero, row_tiles, together, zero,
+                  counter, zero)  # fmt: skip
+    parts = Sizes(lengths_q, lengths_k, batches, heads * PARTS, share, seq_q, seq_k, zero, zero, row_tiles, together,
+                  zero, counter, zero)  # fmt: skip
     gl.warp_specialize(
         [
             (_consume, (o_desc, out, lse, stride_h, stride_s, scale, sizes, shared, 0, form, CHUNKS)),
