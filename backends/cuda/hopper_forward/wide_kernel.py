@@ -75,8 +75,8 @@ _LN2: gl.constexpr = gl.constexpr(math.log(2))
 
 @gluon.jit
 def _zero():
-    # An offset of 0 that the compiler does not know: the pairs of matrix descriptors of a tile's 32 products are then not
-    # computed ahead of the loop, where they would take more registers than there are.
+    # An offset of 0 that the compiler does not know: the matrix descriptors of a tile's 32 products are then not computed
+    # ahead of the loop, where they would take more registers than there are.
     return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -194,9 +194,7 @@ def _step(state, phase, limits, n, scale, shared, masked: gl.constexpr, group: g
           CHUNKS: gl.constexpr):  # fmt: skip
     """Process one more key tile: its scores and softmax, while the values of the tile before are added."""
     s = _scores(shared, phase, group, form, CHUNKS)
-    acc = state.acc
-    if form.LATE:
-        acc = rescale_rows(acc, state.alpha, form)
+    acc = rescale_rows(state.acc, state.alpha, form)
     fresh = _values(state.held, acc, shared, phase ^ 1, form)
     s = _complete_scores(s, 1, form, CHUNKS)
     p, row_max, base = _exponentials(s, state.row_max, limits, n, scale, masked, form)
@@ -205,8 +203,6 @@ def _step(state, phase, limits, n, scale, shared, masked: gl.constexpr, group: g
     row_sum = row_sum + lane_sum(p, _KEYS)
     fresh = warpgroup_mma_wait(0, deps=[fresh])
     arrive(FREE + CHUNKS, form.PARTY)
-    if not form.LATE:
-        fresh = rescale_rows(fresh, alpha, form)
     # After the wait: until then the product reads the registers of the weights before.
     return State(fresh, hold(p, form, shared.v.dtype), alpha, row_max, row_sum)
 
@@ -276,9 +272,7 @@ def _consume(o_desc, out, lse, stride_h, stride_s, scale, sizes, shared, group: 
         for _ in range(n):
             state = _step(state, phase, limits, n, scale, shared, False, group, form, CHUNKS)
             phase ^= 1
-        acc = state.acc
-        if form.LATE:
-            acc = rescale_rows(acc, state.alpha, form)
+        acc = rescale_rows(state.acc, state.alpha, form)
         acc = warpgroup_mma_wait(0, deps=[_values(state.held, acc, shared, phase ^ 1, form)])
         arrive(FREE + CHUNKS, form.PARTY)
         _write(acc, state, box, o_desc, out, lse, stride_h, stride_s, sizes, shared, group, form, CHUNKS)
@@ -299,8 +293,7 @@ def _consume(o_desc, out, lse, stride_h, stride_s, scale, sizes, shared, group: 
 def wide_forward(
     q_desc, k_desc, v_desc, o_desc, out, lse, lengths_q, lengths_k, counter, scale, stride_h, stride_s, batches, heads,
     share, seq_q, seq_k, row_tiles, together, CHUNKS: gl.constexpr, PARTS: gl.constexpr, RIGHT: gl.constexpr,
-    TOP_LEFT: gl.constexpr, RAGGED: gl.constexpr, VARYING: gl.constexpr, UNSEEN: gl.constexpr, LATE: gl.constexpr,
-    PAIRS: gl.constexpr, CONSUMER: gl.constexpr, PRODUCER: gl.constexpr,
+    TOP_LEFT: gl.constexpr, VARYING: gl.constexpr, CONSUMER: gl.constexpr, PRODUCER: gl.constexpr,
 ):  # fmt: skip
     """A persistent block. The number of blocks is anything up to the number of tiles.
 
@@ -309,9 +302,9 @@ def wide_forward(
     out, lse, lengths_q, lengths_k, counter, scale, stride_h, stride_s and the sizes as in kernel.py. CHUNKS and PARTS:
     chunks of the columns of Q and K, and parts of the output's. The other constants: Form (tile_scheduler.py)
     """
-    form = Form(2, _KEYS, _PART, 1, RIGHT, False, TOP_LEFT, RAGGED, VARYING, UNSEEN, False, False, False, LATE, False,
-                PAIRS, False, 1, False, 2, 0, 1, _KEYS, _PART, False, False, _PART, _PART, False, False, False, False,
-                False, "as_q", False, False, None)  # fmt: skip
+    form = Form(2, _KEYS, _PART, 1, RIGHT, False, TOP_LEFT, True, VARYING, VARYING != "none" or TOP_LEFT, False, False,
+                False, True, False, True, False, 1, False, 2, 0, 1, _KEYS, _PART, False, False, _PART, _PART, False, False,
+                False, False, False, "as_q", False, False, None)  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
     q_smem = gl.allocate_shared_memory(dtype, [_GROUPS * CHUNKS, 1, 1, _ROWS, _CHUNK], q_desc.layout)

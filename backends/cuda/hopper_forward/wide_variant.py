@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 NARROWEST, WIDEST = WIDTHS[-1] + 1, 512  # columns of a head
 ROWS = 2 * GROUP_ROWS
-LATE, PAIRS = True, True  # tile_scheduler.Form
-REGISTERS = (168, 232, 40)  # of a thread: of the launch, a consumer's and the producer's
+# Registers of a thread: of the launch, a consumer's and the producer's, which looks for packed sequences.
+REGISTERS, PACKED_REGISTERS = (168, 232, 40), (168, 224, 56)
 
 
 class WideVariant(Variant):
@@ -120,7 +120,7 @@ class _WideLauncher(StepLauncher):
         }  # fmt: skip
         lengths = {(True, True): "padded", (True, False): "padded_q", (False, True): "padded_k", (False, False): "none"}
         varying = "packed" if p.packed else lengths[p.seqlens_q, p.seqlens_k]
-        registers, consumer, producer = REGISTERS
+        registers, consumer, producer = PACKED_REGISTERS if p.packed else REGISTERS
         arguments = {
             **{name: tensors.get(role) for name, role in roles.items() if not name.endswith("_desc")},
             "q_desc": make_descriptor(tensors["q"], GROUP_ROWS, WIDE_CHUNK),
@@ -130,10 +130,9 @@ class _WideLauncher(StepLauncher):
             "scale": self._scale, "stride_h": out.stride(1) // 8, "stride_s": out.stride(2) // 8,
             "batches": p.batch, "heads": p.heads_q, "share": p.group, "seq_q": p.query_rows[1],
             "seq_k": p.seq_k if p.total_k is None else p.total_k, "row_tiles": self._row_tiles,
-            "together": parts * (heads_together(p, arch) if uneven(p) else 1), "CHUNKS": ceil_div(p.head_dim, WIDE_CHUNK),
-            "PARTS": parts, "RIGHT": p.causal != "none", "TOP_LEFT": p.causal == "top_left",
-            "RAGGED": p.seq_k % WIDE_KEYS != 0, "VARYING": varying,
-            "UNSEEN": varying != "none" or p.causal == "top_left", "LATE": LATE, "PAIRS": PAIRS, "CONSUMER": consumer,
-            "PRODUCER": producer,
+            "together": parts * (heads_together(p, arch) if uneven(p) else 1),
+            "CHUNKS": ceil_div(p.head_dim, WIDE_CHUNK), "PARTS": parts, "RIGHT": p.causal != "none",
+            "TOP_LEFT": p.causal == "top_left",
+            "VARYING": varying, "CONSUMER": consumer, "PRODUCER": producer,
         }  # fmt: skip
         return [Step(wide_forward, (self._grid,), arguments, {"num_warps": 4, "maxnreg": registers, **FUSED}, roles)]
