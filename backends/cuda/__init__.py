@@ -106,7 +106,8 @@ class CudaBackend(Backend):
     compilers = ("triton", "flagtree")
     vendor = (SdpaPath(),)
     variants = (
-        ForwardVariant(), WideVariant(), Fp8Variant(), Int8Variant(), BackwardVariant(), LatentVariant(), IndexerVariant(),
+        ForwardVariant(), WideVariant(), Fp8Variant(), Int8Variant(), BackwardVariant(), LatentVariant(),
+        IndexerVariant(),
     )  # fmt: skip
 
     def detect(self, index: int | None = None) -> str | None:

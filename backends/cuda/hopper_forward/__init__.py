@@ -3,6 +3,6 @@
 # Imports nothing: the kernel also compiles without the rest of portattn.
 GROUP_ROWS = 64  # query rows of a warp group
 
-# `gluon_wide`, for heads of more than 256 columns: keys of a tile, columns of the output that a tile has, and columns of
-# queries and keys that are loaded at a time.
+# `gluon_wide`, for heads of more than 256 columns: keys of a tile, columns of the output that a tile has, and columns
+# of queries and keys that are loaded at a time.
 WIDE_KEYS, WIDE_PART, WIDE_CHUNK = 64, 256, 128

@@ -6,14 +6,14 @@ A persistent block per multiprocessor draws tiles of 128 query rows of one head,
     consumer w   one warp group, w = 0 or 1: 64 of the rows
 
 An accumulator of 512 columns takes 256 registers a thread, which no thread has. So the columns of the output are split
-over two tiles, each of which computes the scores: 3/2 of the products. The other division, 64 rows and all columns as in
-../hopper_latent, reads K and V twice as often, 128 bytes of the L2 for the work for which this one reads 96, and the L2
-bounds both.
+over two tiles, each of which computes the scores: 3/2 of the products. The other division, 64 rows and all columns as
+in ../hopper_latent, reads K and V twice as often, 128 bytes of the L2 for the work for which this one reads 96, and the
+L2 bounds both.
 
 Q takes 128 KB of shared memory at 512 columns, a tile of K 64 KB and of V 32 KB: there is one buffer of each. K is
 loaded and its buffer returned by chunks of 128 columns, so that the next tile's keys come while this one's values are
-multiplied. A consumer's step is that of consumer.py: this tile's scores and the tile before's values are under way while
-it computes a softmax.
+multiplied. A consumer's step is that of consumer.py: this tile's scores and the tile before's values are under way
+while it computes a softmax.
 """
 
 # No `from __future__ import annotations`: Triton reads the annotations of constants.
@@ -75,8 +75,8 @@ _LN2: gl.constexpr = gl.constexpr(math.log(2))
 
 @gluon.jit
 def _zero():
-    # An offset of 0 that the compiler does not know: the matrix descriptors of a tile's 32 products are then not computed
-    # ahead of the loop, where they would take more registers than there are.
+    # An offset of 0 that the compiler does not know. The matrix descriptors of a tile's 32 products are then not
+    # computed ahead of the loop, where they would take more registers than there are.
     return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -303,8 +303,8 @@ def wide_forward(
     chunks of the columns of Q and K, and parts of the output's. The other constants: Form (tile_scheduler.py)
     """
     form = Form(2, _KEYS, _PART, 1, RIGHT, False, TOP_LEFT, True, VARYING, VARYING != "none" or TOP_LEFT, False, False,
-                False, True, False, True, False, 1, False, 2, 0, 1, _KEYS, _PART, False, False, _PART, _PART, False, False,
-                False, False, False, "as_q", False, False, None)  # fmt: skip
+                False, True, False, True, False, 1, False, 2, 0, 1, _KEYS, _PART, False, False, _PART, _PART, False,
+                False, False, False, False, "as_q", False, False, None)  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
     q_smem = gl.allocate_shared_memory(dtype, [_GROUPS * CHUNKS, 1, 1, _ROWS, _CHUNK], q_desc.layout)

@@ -25,6 +25,7 @@ import test_gluon_forms as forward
 import test_gluon_indexer as indexer
 import test_gluon_mla as latent
 import test_gluon_narrow as narrow
+import test_gluon_wide as wide
 import tomlkit
 
 from portattn import Problem
@@ -82,7 +83,7 @@ def forms() -> list[Form]:
     found += [Form(f"gluon_backward: {name}", backward.VARIANT, p) for name, p in backward.FORMS.items()]
     return found + [
         Form(f"{of.VARIANT.name}: {name}", of.VARIANT, of.problem(**fields))
-        for of in (latent, indexer)
+        for of in (wide, latent, indexer)
         for name, fields in of.FORMS.items()
     ]
 

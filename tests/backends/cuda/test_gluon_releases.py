@@ -13,6 +13,7 @@ from test_gluon_indexer import PAGED
 from test_gluon_indexer import problem as indexer_problem
 from test_gluon_mla import problem as latent_problem
 from test_gluon_narrow import problem as narrow_problem
+from test_gluon_wide import problem as wide_problem
 
 from portattn import Problem
 from portattn.compile.ensure_compiled import compile_in
@@ -50,6 +51,7 @@ FORMS: dict[str, tuple[str, Problem, tuple[str, ...]]] = {
         "gluon_forward_int8", narrow_problem("plain", 128, "bottom_right", "int8"), ("scheduled_forward",),
     ),
     "forward, int8, full": ("gluon_forward_int8", narrow_problem("plain", 128, "none", "int8"), ("scheduled_forward",)),
+    "wide": ("gluon_wide", wide_problem(causal="bottom_right"), ("wide_forward",)),
     "latent": ("gluon_mla", latent_problem(num_splits=1), ("latent_decode",)),
     "latent, lists": ("gluon_mla", latent_problem(num_splits=1, tokens=300), ("latent_decode",)),
     "latent, lists of bytes": (
@@ -101,7 +103,7 @@ def test_a_release_compiles_them(release_compiler, release_target, form):
         assert kernel.facts["spills"] <= MOST_SPILLED, kernel.function
     assert findings.broken_gates(findings.check_variant(variant, problem, release_target, kernels)) == []
     for signature in findings.variant_launches(variant, problem):
-        if signature.function.startswith(("scheduled_", "latent_")):
+        if signature.function.startswith(("scheduled_", "latent_", "wide_")):
             reply = compile_in(release_compiler, signature, made, release_target, 240.0, "text")
             gluon_ptx.assert_synchronised(str(reply.facts["ptx"]))
 
