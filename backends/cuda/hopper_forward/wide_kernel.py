@@ -70,6 +70,7 @@ _KEYS: gl.constexpr = gl.constexpr(WIDE_KEYS)
 _PART: gl.constexpr = gl.constexpr(WIDE_PART)
 _CHUNK: gl.constexpr = gl.constexpr(WIDE_CHUNK)
 _GROUPS: gl.constexpr = gl.constexpr(2)
+_STAGED: gl.constexpr = gl.constexpr(WIDE_PART // WIDE_CHUNK)  # chunks of Q, the first, through which the output leaves
 _LN2: gl.constexpr = gl.constexpr(math.log(2))
 
 
@@ -83,11 +84,25 @@ def _zero():
 @gluon.jit
 def _load_keys(k_desc, work, kv_head, n, shared, form, CHUNKS: gl.constexpr):
     key = work.k_first + n * _KEYS
-    for j in gl.static_range(CHUNKS):
+    for i in gl.static_range(CHUNKS):
+        j = (i + _STAGED) % CHUNKS
         sync(FREE + j, form.PARTY)
         full = shared.k_full.index(j)
         mbarrier.expect(full, _KEYS * _CHUNK * 2)
         load(k_desc, [work.slot, kv_head, key, j * _CHUNK], full, shared.k.index(j))
+
+
+@gluon.jit
+def _load_queries(q_desc, work, begin: gl.constexpr, end: gl.constexpr, barriers: gl.constexpr, phase, shared,
+                  CHUNKS: gl.constexpr):  # fmt: skip
+    """Load chunks [begin, end) of the rows of both consumers, whose barriers begin at `barriers`."""
+    for w in gl.static_range(_GROUPS):
+        full = shared.q_full.index(barriers + w)
+        mbarrier.wait(shared.q_free.index(barriers + w), phase)
+        mbarrier.expect(full, _ROWS * (end - begin) * _CHUNK * 2)
+        row = work.q_first + work.row + w * _ROWS
+        for j in gl.static_range(begin, end):
+            load(q_desc, [work.slot, work.head, row, j * _CHUNK], full, shared.q.index(w * CHUNKS + j))
 
 
 @gluon.jit
@@ -110,13 +125,8 @@ def _produce(q_desc, k_desc, v_desc, counter, sizes, shared, form, CHUNKS: gl.co
             begin, end, _some = tile_keys(work, sizes, form)
             kv_head = head // sizes.share
             _load_keys(k_desc, work, kv_head, end - 1, shared, form, CHUNKS)
-            for w in gl.static_range(_GROUPS):
-                q_full = shared.q_full.index(w)
-                mbarrier.wait(shared.q_free.index(w), q_phase)
-                mbarrier.expect(q_full, _ROWS * CHUNKS * _CHUNK * 2)
-                row = work.q_first + work.row + w * _ROWS
-                for j in gl.static_range(CHUNKS):
-                    load(q_desc, [work.slot, head, row, j * _CHUNK], q_full, shared.q.index(w * CHUNKS + j))
+            _load_queries(q_desc, work, _STAGED, CHUNKS, _GROUPS, q_phase, shared, CHUNKS)
+            _load_queries(q_desc, work, 0, _STAGED, 0, q_phase, shared, CHUNKS)
             q_phase ^= 1
             for n in range(end - 1, begin - 1, -1):
                 # The next keys before this tile's values: their buffers are free first, and their scores come first.
@@ -139,20 +149,21 @@ def _scores(shared, phase, group: gl.constexpr, form, CHUNKS: gl.constexpr):
     """Begin Q Kᵀ, chunk by chunk as they are loaded."""
     zero = _zero()
     s = gl.zeros([_ROWS, _KEYS], gl.float32, form.SCORES)
-    for j in gl.static_range(CHUNKS):
+    for i in gl.static_range(CHUNKS):
+        j = (i + _STAGED) % CHUNKS
         mbarrier.wait(shared.k_full.index(j), phase)
         q = shared.q.index(zero + (group * CHUNKS + j)).reshape([_ROWS, _CHUNK])
         k = shared.k.index(zero + j).reshape([_KEYS, _CHUNK])
-        s = warpgroup_mma(q, k.permute((1, 0)), s, use_acc=j != 0, is_async=True)
+        s = warpgroup_mma(q, k.permute((1, 0)), s, use_acc=i != 0, is_async=True)
     return s
 
 
 @gluon.jit
 def _complete_scores(s, after: gl.constexpr, form, CHUNKS: gl.constexpr):
     """Wait for the scores, begun before `after` more products, and return each chunk's buffer once it has been read."""
-    for j in gl.static_range(CHUNKS):
-        s = warpgroup_mma_wait(CHUNKS - 1 - j + after, deps=[s])
-        arrive(FREE + j, form.PARTY)
+    for i in gl.static_range(CHUNKS):
+        s = warpgroup_mma_wait(CHUNKS - 1 - i + after, deps=[s])
+        arrive(FREE + (i + _STAGED) % CHUNKS, form.PARTY)
     return s
 
 
@@ -251,6 +262,7 @@ def _consume(o_desc, out, lse, stride_h, stride_s, scale, sizes, shared, group: 
         phase = _passed(all_end - end, phase, shared, form, CHUNKS)
         seen, position = last_seen(work, sizes, form), position_of(work, form)
         limits = row_limits(work, row + line_numbers(form.ROW, form), seen, position, sizes, form)
+        mbarrier.wait(shared.q_full.index(_GROUPS + group), q_phase)
         mbarrier.wait(shared.q_full.index(group), q_phase)
         s = _complete_scores(_scores(shared, phase, group, form, CHUNKS), 0, form, CHUNKS)
         n = end - 1
@@ -272,6 +284,8 @@ def _consume(o_desc, out, lse, stride_h, stride_s, scale, sizes, shared, group: 
         for _ in range(n):
             state = _step(state, phase, limits, n, scale, shared, False, group, form, CHUNKS)
             phase ^= 1
+        # No score is left: the next tile's queries come to the chunks that the output does not pass through.
+        mbarrier.arrive(shared.q_free.index(_GROUPS + group), count=1)
         acc = rescale_rows(state.acc, state.alpha, form)
         acc = warpgroup_mma_wait(0, deps=[_values(state.held, acc, shared, phase ^ 1, form)])
         arrive(FREE + CHUNKS, form.PARTY)
@@ -316,8 +330,8 @@ def wide_forward(
         k_smem,
         v_smem,
         q_smem,
-        gl.allocate_shared_memory(gl.int64, [_GROUPS, 1], barriers),
-        gl.allocate_shared_memory(gl.int64, [_GROUPS, 1], barriers),
+        gl.allocate_shared_memory(gl.int64, [2 * _GROUPS, 1], barriers),
+        gl.allocate_shared_memory(gl.int64, [2 * _GROUPS, 1], barriers),
         k_full,
         gl.allocate_shared_memory(gl.int64, [1, 1], barriers),
         k_smem,
@@ -327,7 +341,7 @@ def wide_forward(
         gl.allocate_shared_memory(gl.int64, [BOXES, 1], barriers),
         gl.allocate_shared_memory(gl.int64, [BOXES, 1], barriers),
     )
-    for j in gl.static_range(_GROUPS):
+    for j in gl.static_range(2 * _GROUPS):
         mbarrier.init(shared.q_full.index(j), count=1)
         mbarrier.init(shared.q_free.index(j), count=1)
     for j in gl.static_range(CHUNKS):
