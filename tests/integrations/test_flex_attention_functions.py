@@ -70,9 +70,7 @@ def test_kernels_add_gradients_of_captured_tensors() -> None:
         mod = lambda s, b, h, i, j: s + own[h, i - j + ROWS]  # noqa: E731
         return portattn.varlen_attention(*packed, rows, rows, 20, 20, score_mod=mod, causal=True).square().sum()
 
-    def eagerly(own: torch.Tensor) -> torch.Tensor:
-        return torch.autograd.grad(call(own), own)[0]
-
+    eagerly = lambda own: torch.autograd.grad(call(own), own)[0]  # noqa: E731
     with portattn.settings(backend="reference"):
         right = eagerly(table)
     for gradient, path in ((eagerly, "interpreter"), (torch.func.grad(call), "interpreter"), (eagerly, "reference")):
