@@ -21,8 +21,9 @@ import functools
 import hashlib
 import linecache
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 INPUTS = ("score", "b", "h", "q_idx", "kv_idx")
@@ -266,21 +267,28 @@ def _pruned(program: ScoreProgram, *others: str) -> ScoreProgram:
     return ScoreProgram(captures, tuple(reversed(kept)), program.result)
 
 
-def _operand(word: str) -> str:
+def _operand(word: str, wanted: str = "", along: Mapping[str, str] = MappingProxyType({}), axes: str = "") -> str:
+    """Return an operand's expression, of a vector beside values along the wanted axes a row or column of the tile."""
+    if wanted == "qk" and along.get(word) in ("q", "k"):
+        return f"tl.expand_dims({word}, {1 - axes.index(along[word])})"
     number = literal(word)
     return f'float("{word}")' if isinstance(number, float) and word.lstrip("-") in ("inf", "nan") else word
 
 
-def _pointer(node: Node, program: ScoreProgram, tensor: str) -> str:
+def _pointer(
+    node: Node, program: ScoreProgram, tensor: str, text: Callable[[str], str] = str, long: Iterable[int] = ()
+) -> str:
     """Return the expression of the pointer to a load's element, of a tensor that is laid out as the captured one."""
     at, (_, rank, first) = [], program.captures[int(node.operands[0][1:])]
     sizes = [f"n{first + axis}" for axis in range(rank)]
     for word, size in zip(node.operands[1:], sizes, strict=True):
         number = literal(word)
-        if word in INPUTS or (number is not None and number >= 0):
-            at.append(f"tl.minimum({word}, {size} - 1)")
+        if word in ("q_idx", "kv_idx") and int(size[1:]) in long:
+            at.append(text(word))
+        elif word in INPUTS or (number is not None and number >= 0):
+            at.append(f"tl.minimum({text(word)}, {size} - 1)")
         else:
-            at.append(f"inside({word}, {size})")
+            at.append(f"inside({text(word)}, {size})")
     step = ""
     for axis in range(len(at) - 1, 0, -1):
         step = f"{step} * {sizes[axis]}" if step else f"{sizes[axis]}"
@@ -288,16 +296,14 @@ def _pointer(node: Node, program: ScoreProgram, tensor: str) -> str:
     return " + ".join([tensor, *at])
 
 
-def _load(node: Node, program: ScoreProgram) -> str:
-    loaded, kind = (
-        f"tl.load({_pointer(node, program, node.operands[0])})",
-        program.captures[int(node.operands[0][1:])][0],
-    )
+def _load(node: Node, program: ScoreProgram, text: Callable[[str], str], long: Iterable[int]) -> str:
+    loaded = f"tl.load({_pointer(node, program, node.operands[0], text, long)})"
+    kind = program.captures[int(node.operands[0][1:])][0]
     return {"f": f"{loaded}.to(tl.float32)", "i": f"{loaded}.to(tl.int32)", "l": f"{loaded}.to(tl.int64)",
             "b": f"({loaded}.to(tl.int32) != 0)"}[kind]  # fmt: skip
 
 
-def _as_floats(word: str, nodes: Mapping[str, Node], depth: int = 4) -> str | None:
+def _as_floats(word: str, nodes: Mapping[str, Node], text: Callable[[str], str], depth: int = 4) -> str | None:
     """Return the expression of a whole number, as a float: of rows and keys, which a tile converts once each.
 
     None unless it is a sum of few indices, or its size, and exact for indices up to FLOAT_INDICES."""
@@ -305,25 +311,32 @@ def _as_floats(word: str, nodes: Mapping[str, Node], depth: int = 4) -> str | No
     if type(number) is int and abs(number) <= FLOAT_INDICES:
         return f"{number}.0"
     if word in INPUTS[1:]:
-        return f"({word}).to(tl.float32)"
+        return f"({text(word)}).to(tl.float32)"
     if node is None or node.op not in ("add", "sub", "neg", "abs") or not depth:
         return None
-    parts = [_as_floats(operand, nodes, depth - 1) for operand in node.operands]
+    parts = [_as_floats(operand, nodes, text, depth - 1) for operand in node.operands]
     return None if None in parts else f"({EXPRESSIONS[node.op].format(*parts)})"
 
 
 FLOAT_INDICES = 2**20  # a sum of sixteen such numbers is a float32
 
 
-def triton_source(program: ScoreProgram, name: str, derivative: bool, floats: bool = False) -> str:
+def triton_source(program: ScoreProgram, name: str, derivative: bool, floats: bool, axes: str, long: Any) -> str:
     """Return the Triton function of a program. floats: distances that become floats are computed as floats.
 
     It takes score (a tile), b, h, q_idx and kv_idx (int32, which broadcast with the tile), the captured tensors'
-    pointers, their sizes, and of a derivative `grad`. A score function's result has the tile's shape."""
-    lines = [f"def {name}({', '.join([*_PARAMETERS, *(['grad'] if derivative else [])])}):", *_lines(program, floats)]
-    result = _operand(program.result)
+    pointers, their sizes, and of a derivative `grad`. A score function's result has the tile's shape.
+
+    axes: "qk" if q_idx and kv_idx are vectors along the tile's first and second axis, "kq" if along the second and the
+    first. A compiler loads each element of a vector once, of a matrix of one row or column once a score. long: numbers
+    of sizes above each q_idx and kv_idx, which need no limit there."""
+    along = _along(program, axes)
+    lines = [f"def {name}({', '.join([*_PARAMETERS, *(['grad'] if derivative else [])])}):"]
+    lines += _lines(program, floats, axes, long)
+    text = functools.partial(_operand, wanted="qk", along=along, axes=axes)
+    result = text(program.result)
     if result in ("True", "False"):
-        result = f"(kv_idx == kv_idx) & {result}" if result == "True" else "kv_idx != kv_idx"
+        result = f"({text('kv_idx')} == {text('kv_idx')}) & {result}"
     elif program.kind == "f" and not (program.uses("score") or program.uses("grad")):
         result = f"tl.where(score == score, {result}, {result})"
     return "\n".join(["@triton.jit", *lines, f"    return {result}", ""])
@@ -332,16 +345,25 @@ def triton_source(program: ScoreProgram, name: str, derivative: bool, floats: bo
 _PARAMETERS = (*INPUTS, *(f"c{n}" for n in range(CAPTURES)), *(f"n{n}" for n in range(SIZES)))
 
 
-def _lines(program: ScoreProgram, floats: bool = False) -> list[str]:
-    """Return a line of Triton for each node."""
-    nodes, lines = {node.name: node for node in program.nodes}, []
+def _along(program: ScoreProgram, axes: str) -> dict[str, str]:
+    """Return the axes, "q" and "k", along which values of a program of vectors vary; none without axes."""
+    along = {"score": "qk", "grad": "qk", "q_idx": "q", "kv_idx": "k"} if axes else {}
     for node in program.nodes:
+        along[node.name] = "".join(axis for axis in "qk" if any(axis in along.get(word, "") for word in node.operands))
+    return along
+
+
+def _lines(program: ScoreProgram, floats: bool = False, axes: str = "", long: Iterable[int] = ()) -> list[str]:
+    """Return a line of Triton for each node."""
+    nodes, lines, along = {node.name: node for node in program.nodes}, [], _along(program, axes)
+    for node in program.nodes:
+        text = functools.partial(_operand, wanted=along[node.name], along=along, axes=axes)
         if node.op == "load":
-            made = _load(node, program)
-        elif floats and node.op == "to_f" and (sums := _as_floats(node.operands[0], nodes)):
+            made = _load(node, program, text, long)
+        elif floats and node.op == "to_f" and (sums := _as_floats(node.operands[0], nodes, text)):
             made = sums
         else:
-            made = EXPRESSIONS[node.op].format(*map(_operand, node.operands))
+            made = EXPRESSIONS[node.op].format(*map(text, node.operands))
         lines.append(f"    {node.name} = {made}")
     return lines
 
@@ -379,14 +401,14 @@ def captured_source(text: str, name: str = "f") -> str:
 
 
 @functools.lru_cache(maxsize=1024)
-def python_source(text: str, derivative: bool = False, floats: bool = False) -> str:
+def python_source(text: str, derivative: bool = False, floats: bool = False, axes: str = "", long: Any = ()) -> str:
     """Return the source that `load_function` takes: of Triton, or of Gluon, which has the same words.
 
-    floats: as of `triton_source`, for sequences of at most FLOAT_INDICES."""
+    floats, axes, long: as of `triton_source`; floats for sequences of at most FLOAT_INDICES."""
     # Triton's cache keys have the name of a function that is a constant, and not its text.
     program = parse(gradient(text) if derivative else text)
-    name = f"f_{hashlib.sha256(triton_source(program, 'f', derivative, floats).encode()).hexdigest()[:20]}"
-    return _HELPERS + triton_source(program, name, derivative, floats)
+    made = functools.partial(triton_source, program, derivative=derivative, floats=floats, axes=axes, long=long)
+    return _HELPERS + made(f"f_{hashlib.sha256(made('f').encode()).hexdigest()[:20]}")
 
 
 @functools.lru_cache(maxsize=1024)

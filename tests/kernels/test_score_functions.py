@@ -163,10 +163,32 @@ def test_a_source_computes_its_program(text: str) -> None:
     """With torch in the place of Triton, also where distances are computed as floats (the Hopper forward's)."""
     jit: Any = ModuleType("plain")
     jit.jit = lambda function: function
+    language: Any = ModuleType("language")
+    language.__dict__.update(vars(torch), expand_dims=torch.unsqueeze)
     at = torch.arange(2**20, 2**20 - 50, -7, dtype=torch.int32)
     given = {"score": torch.randn(8, 8), "b": at[0], "h": at[-1] % 7, "q_idx": at[:, None], "kv_idx": at // 2}
     for floats in (False, True):
         source = python_source(text, floats=floats)
         assert ("q_idx).to(tl.float32)" in source) == (floats and text != FAR)
-        found = load_function(source, jit, torch, torch.tanh)(*given.values(), *[None] * (CAPTURES + SIZES))
+        found = load_function(source, jit, language, torch.tanh)(*given.values(), *[None] * (CAPTURES + SIZES))
         assert torch.equal(found, evaluate(text, given, {}))
+    for axes, tile in (("qk", given["score"]), ("kq", given["score"].T)):
+        source = python_source(text, floats=True, axes=axes)
+        vectors = given | {"score": tile, "q_idx": at, "kv_idx": at // 2}
+        found = load_function(source, jit, language, torch.tanh)(*vectors.values(), *[None] * (CAPTURES + SIZES))
+        assert torch.equal(found if axes == "qk" else found.T, evaluate(text, given, {}))
+
+
+LONG = "c0 i 1 0\nc1 i 2 1\nt0 i load c0 q_idx\nt1 i load c0 kv_idx\nt2 i load c1 b kv_idx\nt3 b eq t0 t1\n"
+
+
+def test_vectors_are_loaded_as_vectors() -> None:
+    """Each row's number and each key's once, and without a limit where no tile reaches behind the tensor."""
+    text = LONG + "t4 b le t0 t2\nt5 b and t3 t4\nout t5"
+    limited, free = (python_source(text, axes="qk", long=long) for long in ((), (0, 2)))
+    for source in (limited, free):
+        assert "t3 = tl.expand_dims(t0, 1) == tl.expand_dims(t1, 0)" in source
+        assert "t5 = t3 & t4" in source
+    assert "tl.load(c0 + tl.minimum(q_idx, n0 - 1))" in limited
+    assert "tl.load(c0 + q_idx)" in free
+    assert "tl.load(c1 + (tl.minimum(b, n1 - 1)).to(tl.int64) * (n2) + kv_idx)" in free
