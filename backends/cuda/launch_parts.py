@@ -1,4 +1,5 @@
-"""Parts of the variants' launchers: copies of unfit tensors, TMA descriptors, counters, the launch that merges splits.
+"""Parts of the variants' launchers: copies of unfit tensors, TMA descriptors, arguments of functions, counters, the
+launches that merge splits and that find hidden keys.
 
 Counters in device memory, from which a kernel's blocks draw their work, are 0 between launches. Launches that may
 overlap must not share one: a stream has its own, and a captured launch keeps one for its graph."""
@@ -11,7 +12,11 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from portattn.backends.cuda.schedules import vector_source
 from portattn.backends.detection import torch_device_properties
+from portattn.kernels.score_program import SIZES, parse
+from portattn.planning.kernel_specs import ceil_div
+from portattn.schema import ops
 from portattn.schema.lowering import FUSED, Step
 
 if TYPE_CHECKING:
@@ -96,6 +101,53 @@ def merging(problem: Problem, splits: int, tensors: Mapping[str, Any]) -> Step:
         "STATE": "lse", "EXP": "exp", "NATURAL": True, "GRID": "full", "DEPENDENT": True,
     }  # fmt: skip
     return Step(combine, (rows,), arguments, {"num_warps": warps, "launch_pdl": True, **FUSED}, _ROLES)
+
+
+def shown_shape(call: Call, keys: int, flags: int) -> tuple[int, ...]:
+    """Return the shape of `find_hidden_keys`' result for a call with a mask function: a tile has flags, and its keys.
+
+    It is of one sequence and one head if all have one mask."""
+    p, program, lists = call.problem, parse(call.problem.mask_mod), call.block_mask
+    assert lists is not None
+    sequences, heads = (
+        size if program.uses(name) or (size > 1 and stride != 0) else 1
+        for name, size, stride in zip("bh", (p.batch, p.heads_q), lists.stride(), strict=False)
+    )
+    return sequences, heads, ceil_div(p.seq_k, p.block_k) * (p.block_k // keys), flags + keys
+
+
+def function_arguments(p: Problem, shown: tuple[int, ...] | None, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a forward's arguments about functions and lists of blocks but tensors; None for those that it lacks."""
+    lists = tensors.get("block_mask")
+    sequences, heads = shown[:2] if shown else (1, 1)
+    sizes = [size for name in ops.CAPTURED if tensors.get(name) is not None for size in tensors[name].shape]
+    blocks = ((p.seq_q, p.block_q), (p.seq_k, p.block_k)) if p.block_mask else ()
+    ends = [ceil_div(length, block) * block for length, block in blocks]
+    long = tuple(n for n, size in enumerate(sizes) if ends and size >= ends[0] and size >= ends[1])
+    return {
+        **{f"list_{axis}": None if lists is None else lists.stride(n) for n, axis in enumerate("bhq")},
+        "shown_b": heads * (sequences > 1) if shown else None, "shown_h": 1 * (heads > 1) if shown else None,
+        **{f"size_{n}": sizes[n] if n < len(sizes) else None for n in range(SIZES)},
+        "LISTED_Q": p.block_q if p.block_mask else 0, "LISTED_K": p.block_k if p.block_mask else 0,
+        "SCORE_MOD": vector_source(p, p.score_mod, long), "MASK_MOD": vector_source(p, p.mask_mod, long),
+    }  # fmt: skip
+
+
+def finding(
+    kernel: Any, p: Problem, shown: tuple[int, ...], keys: int, tensors: Mapping[str, Any], own: Mapping[str, Any]
+) -> Step:
+    """Return the step before a forward that finds the keys which no query attends.
+
+    kernel: `find_hidden_keys`; keys: of a tile; own: `function_arguments`."""
+    sequences, heads, tiles, _ = shown
+    roles = {"shown": "shown", "lists": "block_mask", **{name: name for name in ops.CAPTURED}}
+    arguments = {
+        **{name: tensors.get(role) for name, role in roles.items()},
+        **{name: own[name] for name in kernel.arg_names if name in own},
+        "heads": heads, "seq_q": p.seq_q, "seq_k": p.seq_k, "down": ceil_div(p.seq_q, p.block_q),
+        "across": ceil_div(p.seq_k, p.block_k), "KEYS": keys,
+    }  # fmt: skip
+    return Step(kernel, (tiles, sequences * heads), arguments, {"num_warps": 4, **FUSED}, roles)
 
 
 # Counters that the launches of one stream take in turns. One would do; but a stream may be destroyed while its last

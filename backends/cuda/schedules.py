@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -80,6 +81,33 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 # What larger caps count as: no score comes near it, and it is small enough for log2(e) times it to be a float32.
 LARGEST_CAP = 1e30
+
+# In a few words, for people.
+LEGEND = MappingProxyType(
+    {
+        "width": "columns that heads are padded to",
+        "groups": "warp groups, of 64 query rows each",
+        "keys": "keys of a tile",
+        "stages": "buffers for keys, and as many for values",
+        "turns": "groups issue their products in turns",
+        "late": "sums are rescaled after the next scores are issued",
+        "early": "the values' product is waited for before the exponentials",
+        "pairs": "probabilities go from step to step in pairs of 16 bits",
+        "own_out": "the output has shared memory of its own",
+        "columns": "columns of a product of values, 0 for all",
+        "kept": "keys' buffers are returned after the exponentials",
+        "halved": "the tile before's values are added between two halves of the exponentials",
+        "queries": "buffers for queries",
+        "reg_q": "queries are read from registers",
+        "parts": "column parts in which the output leaves",
+        "in_turn": "tiles of several heads are worked on in turn where they differ in length",
+        "lazy": "sums are rescaled only where a row's maximum has grown much",
+        "splits": "blocks that share a tile's keys",
+        "heads_together": "heads whose tiles are worked on side by side",
+    }
+)
+
+
 # Operations of many steps each, with which a thread spills up to 12 KB (Triton 3.6.0).
 SPILLED = frozenset({"sin", "cos", "mod", "floordiv"})
 # gelu has 8 operations, ALiBi 7: with either, the forward's heads of 64 and 128 columns spill nothing (Triton 3.6.0).
@@ -87,25 +115,56 @@ SPILLED = frozenset({"sin", "cos", "mod", "floordiv"})
 MOST_OPERATIONS = 16
 
 
+BLOCK = 128  # queries and keys of a block that lists name: a multiple of so many
+
+
+def _loads_for_each_score(text: str) -> bool:
+    """Return whether a program loads a number for each score: with 64 addresses a thread spills up to 6 KB (3.6.0)."""
+    along = {"q_idx": {"q"}, "kv_idx": {"k"}, "score": {"q", "k"}}
+    for node in parse(text).nodes if text else ():
+        along[node.name] = set[str]().union(*(along.get(word, ()) for word in node.operands))
+        if node.op == "load" and len(along[node.name]) > 1:
+            return True
+    return False
+
+
 def function_reasons(p: Problem) -> dict[str, bool]:
-    """Return the reasons why a variant takes no score function of a problem, and whether each holds."""
-    program = parse(p.score_mod)
-    spilled, count = sorted({node.op for node in program.nodes} & SPILLED), len(program.nodes)
-    slope = len(parse(gradient(_without_hiding(p.score_mod))).nodes) if p.backward else 0
+    """Return the reasons why a variant takes no functions or lists of blocks of a problem, and whether each holds."""
+    nodes = [node for text in (p.score_mod, p.mask_mod) if text for node in parse(text).nodes]
+    spilled, count = sorted({node.op for node in nodes} & SPILLED), len(nodes)
+    slope = len(parse(gradient(_without_hiding(p.score_mod))).nodes) if p.backward and p.score_mod else 0
+    captures = any(parse(text).captures for text in (p.score_mod, p.mask_mod) if text)
+    loads = any(map(_loads_for_each_score, (p.score_mod, p.mask_mod)))
+    limited = p.causal != "none" or p.window or p.seqlens_q or p.seqlens_k
     return {
-        f"takes a score_mod of attention alone, not of {p.op}": p.op not in ("attention", "attention_backward"),
-        "takes a score_mod that reads no tensors": bool(program.captures),
-        f"takes a score_mod without {', '.join(spilled)}": bool(spilled),
-        f"takes a score_mod of at most {MOST_OPERATIONS} operations, not {count}": count > MOST_OPERATIONS,
+        f"takes functions of attention alone, not of {p.op}": p.op not in ("attention", "attention_backward"),
+        "takes no gradients of functions that read tensors": p.backward and captures,
+        f"takes functions without {', '.join(spilled)}": bool(spilled),
+        "takes functions that read tensors by query or by key, not by both": loads,
+        f"takes functions of at most {MOST_OPERATIONS} operations, not {count}": count > MOST_OPERATIONS,
         f"takes a score_mod whose derivative has at most {MOST_OPERATIONS} operations, not {slope}": slope
         > MOST_OPERATIONS,
-        "takes no softcap beside a score_mod, nor invariant": p.softcap or p.invariant,
+        "takes neither a softcap beside a score_mod, nor invariant beside functions": p.invariant
+        or bool(p.score_mod and p.softcap),
+        "takes a mask_mod beside lists of blocks alone": bool(p.mask_mod) and not p.block_mask,
+        f"takes lists of blocks of a multiple of {BLOCK}, not ({p.block_q}, {p.block_k})": p.block_mask
+        and (p.block_q % BLOCK != 0 or p.block_k % BLOCK != 0),
+        "takes lists of blocks without causal, window and lengths of sequences": p.block_mask and bool(limited),
     }
 
 
 def function_source(p: Problem) -> str | None:
-    """Return the source of a problem's score function (hopper_forward/fragments.py), or None."""
+    """Return the source of a problem's score function for numbers that broadcast with the tile, or None."""
     return python_source(p.score_mod, floats=most(p.seq_q, p.seq_k) <= FLOAT_INDICES) if p.score_mod else None
+
+
+def vector_source(p: Problem, text: str, long: tuple[int, ...]) -> str | None:
+    """Return the source of a problem's function of vectors of queries and keys, or None.
+
+    long: numbers of captured tensors' sizes that no tile of queries or keys reaches behind."""
+    if not text:
+        return None
+    return python_source(text, floats=most(p.seq_q, p.seq_k) <= FLOAT_INDICES, axes="qk", long=long)
 
 
 def gradient_source(p: Problem) -> str | None:
@@ -139,6 +198,7 @@ _LATENT: dict[str, Any] = {
 
 _NARROW: dict[str, Any] = {"kv_format": "e4m3", "kv_scales": "head"}
 _WHOLE: dict[str, Any] = {"kv_format": "int8", "kv_scales": "token"}
+LISTED: dict[str, Any] = {"block_mask": True, "block_q": BLOCK, "block_k": BLOCK}
 _PAGED: dict[str, Any] = {"op": "paged_attention", "seq_q": 177, "seqlens_k": True}
 
 # A program of scores (kernels/score_program.py): ALiBi, with slopes 2^-(h + 1).
@@ -147,6 +207,10 @@ ALIBI += "t6 f add score t5\nout t6"
 # tanh(score) + (kv_idx - q_idx)·h / 64: another derivative than 1, and other numbers for each head, query and key.
 BENT = "t0 f tanh score\nt1 i sub kv_idx q_idx\nt2 f to_f t1\nt3 f to_f h\nt4 f mul t2 t3\nt5 f mul t4 0.015625\n"
 BENT += "t6 f add t0 t5\nout t6"
+# Masks of causal documents, whose numbers captured tensor 0 holds, and of a causal sequence behind a prefix.
+DOCUMENTS = "c0 i 1 0\nt0 i load c0 q_idx\nt1 i load c0 kv_idx\nt2 b eq t0 t1\nt3 b ge q_idx kv_idx\n"
+DOCUMENTS += "t4 b and t2 t3\nout t4"
+PREFIX = "t0 b ge q_idx kv_idx\nt1 b lt kv_idx 200\nt2 b or t0 t1\nout t2"
 
 # Lengths (queries, keys) that take the forms which the problems before them do not.
 _FULL: dict[int, tuple[tuple[int, int], ...]] = {
@@ -180,6 +244,8 @@ FORWARD = (
             tree_mask=True),
     Problem(**_COMMON, seq_q=177, seq_k=2541, head_dim=128, dtype="bf16", softcap=True),
     Problem(**_COMMON, seq_q=177, seq_k=541, head_dim=128, dtype="bf16", causal="bottom_right", score_mod=ALIBI),
+    Problem(**_COMMON, **LISTED, seq_q=277, seq_k=541, head_dim=64, dtype="bf16", mask_mod=PREFIX, score_mod=ALIBI),
+    Problem(**_COMMON, **LISTED, seq_q=277, seq_k=541, head_dim=128, dtype="fp16", mask_mod=DOCUMENTS),
     *(
         Problem(**_COMMON, seq_q=rows, seq_k=keys, head_dim=dim, dtype="bf16")
         for dim, lengths in _FULL.items()

@@ -6,7 +6,7 @@ import msgspec
 
 from portattn import Problem
 from portattn.backends.cuda.hopper_forward.variant import ForwardVariant
-from portattn.backends.cuda.schedules import ALIBI
+from portattn.backends.cuda.schedules import ALIBI, DOCUMENTS, LISTED, PREFIX
 
 VARIANT = ForwardVariant()
 BASE = Problem(
@@ -33,6 +33,10 @@ SIZES: dict[str, dict[str, Any]] = {
     "lengths": {"seqlens_q": True, "seqlens_k": True, "batch": 5}, "key lengths": {"seqlens_k": True, "batch": 5},
     "query lengths": {"seqlens_q": True, "batch": 5}, "softcap": {"softcap": True}, "sinks": {"sinks": True},
     "function": {"score_mod": ALIBI}, "hiding function": {"score_mod": HIDING, "sinks": True, "seqlens_k": True},
+    "lists": LISTED | {"causal": "none", "layout": "bshd"},
+    "documents": LISTED | {"causal": "none", "mask_mod": DOCUMENTS, "sinks": True, "seq_q": 520},
+    "prefix and function": LISTED | {"causal": "none", "mask_mod": PREFIX, "score_mod": ALIBI, "seq_k": 1536},
+    "wide blocks": LISTED | {"causal": "none", "mask_mod": PREFIX, "block_q": 256, "block_k": 384, "seq_k": 1100},
     "everything": {"softcap": True, "sinks": True, "seqlens_k": True, "seqlens_q": True, "window_left": 40, "batch": 4},
 }  # fmt: skip
 FEW_TILES: dict[str, dict[str, Any]] = {

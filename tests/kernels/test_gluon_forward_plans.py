@@ -15,8 +15,9 @@ from variantchip import assert_variant_right, device_for
 
 import portattn
 from portattn.backends.cuda.hopper_forward.variant import REGISTERS, ForwardVariant, choice, launcher, width
-from portattn.backends.cuda.schedules import Schedule
+from portattn.backends.cuda.schedules import ALIBI, LISTED, PREFIX, Schedule
 from portattn.config import Settings
+from portattn.launch import meta_call
 from portattn.planning.planner import plan
 from portattn.planning.registry import parse_target
 from portattn.schema.call import TENSORS, Call
@@ -94,6 +95,46 @@ def test_it_is_planned_where_it_can_run_and_only_there() -> None:
     for target in ("cuda:sm_80", "cuda:sm_100", "rocm:gfx942"):
         made = plan(BASE, parse_target(target, "triton==3.6.0"))
         assert (made.path, [n for n in made.notes if "gluon" in n]) == ("triton", [])
+
+
+TABLE = "c0 f 2 0\nt0 i sub q_idx kv_idx\nt1 f load c0 h t0\nt2 f add score t1\nout t2"
+SPIRAL = "t0 f sin score\nout t0"
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no lists": ({"mask_mod": PREFIX}, "takes a mask_mod beside lists of blocks alone"),
+    "small blocks": (LISTED | {"block_k": 64}, "takes lists of blocks of a multiple of 128, not (128, 64)"),
+    "causal": (LISTED | {"causal": "bottom_right"}, "without causal, window and lengths of sequences"),
+    "lengths": (LISTED | {"seqlens_k": True}, "without causal, window and lengths of sequences"),
+    "invariant": (LISTED | {"mask_mod": PREFIX, "invariant": True}, "nor invariant beside functions"),
+    "a table": (LISTED | {"score_mod": TABLE}, "takes functions that read tensors by query or by key, not by both"),
+    "sines": (LISTED | {"score_mod": SPIRAL}, "takes functions without sin"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_functions_and_lists_that_it_does_not_take(name: str) -> None:
+    fields, reason = REFUSED[name]
+    rejected = VARIANT.rejects(problem(**fields), SM_90)
+    assert rejected is not None
+    assert reason in rejected.reason
+    assert VARIANT.rejects(problem(**LISTED, mask_mod=PREFIX, score_mod=ALIBI), SM_90) is None
+
+
+@pytest.mark.parametrize(("text", "sequences", "heads"), [(PREFIX, 1, 1), ("t0 b lt h b\nout t0", 2, 4)])
+def test_hidden_keys_are_sought_before_a_masked_forward(text: str, sequences: int, heads: int) -> None:
+    """Of one sequence and head where all have one mask and the same lists."""
+    pytest.importorskip("triton.experimental.gluon")
+    p = problem(**LISTED, mask_mod=text, seq_k=1000)
+    call = meta_call(p)
+    assert call.block_mask is not None
+    for lists, expected in ((call.block_mask[:1, :1], (sequences, heads)), (call.block_mask, (2, 4))):
+        call.block_mask = lists.expand(call.block_mask.shape)
+        launch = VARIANT.described(call)
+        tensors = {name: getattr(call, name) for name in TENSORS} | {"out": call.new_out(), "lse": call.new_lse()}
+        finding, forward = launch.steps({**VARIANT.views(p, tensors), **launch.fresh(call.q)})
+        assert finding.grid == (8, expected[0] * expected[1])
+        steps = forward.arguments["shown_b"], forward.arguments["shown_h"]
+        assert steps == (expected[1] * (expected[0] > 1), int(expected[1] > 1))
+        assert (forward.arguments["LISTED_Q"], forward.arguments["SPLIT"]) == (128, False)
 
 
 @pytest.fixture

@@ -41,7 +41,7 @@ PLAIN: dict[str, dict[str, Any]] = {
 VALUES: dict[str, tuple[Any, ...]] = {
     "causal": ("bottom_right", "top_left"), "window_left": (7,), "window_right": (7,), "total_q": (40,),
     "page_size": (64,), "num_splits": (2,), "head_dim_v": (32,), "kv_format": ("e4m3",),
-    "rotary": ("neox", "interleaved"), "score_mod": ("out score",),
+    "rotary": ("neox", "interleaved"), "score_mod": ("out score",), "mask_mod": ("out True",),
 }  # fmt: skip
 NO_DEMANDS = (
     "op", "batch", "heads_q", "heads_k", "seq_q", "seq_k", "head_dim", "dtype", "layout", "page_layout",

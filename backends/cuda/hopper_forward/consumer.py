@@ -7,10 +7,11 @@ import math
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
-from portattn.backends.cuda.gluon_names import arrive, store, sync
+from portattn.backends.cuda.gluon_names import arrive, sync
 from portattn.backends.cuda.hopper_forward import GROUP_ROWS
+from portattn.backends.cuda.hopper_forward.block_lists import clear_hidden, first_tile, hidden_keys, tile_at
 from portattn.backends.cuda.hopper_forward.fragments import (
     LOG2E,
     apply_score_mod,
@@ -26,6 +27,7 @@ from portattn.backends.cuda.hopper_forward.fragments import (
     rescaled_where_needed,
     row_limits,
     row_maximum,
+    store_rows,
 )
 from portattn.backends.cuda.hopper_forward.low_precision_products import (
     UNSHIFTED,
@@ -90,6 +92,8 @@ def _begun(work, buffer, phase, ring, sizes, shared, group: gl.constexpr, form):
     row = work.row + group * form.LINES
     all_begin, all_end, _some = tile_keys(work, sizes, form)
     begin, clean, unclean, end = all_begin, all_begin, all_end, all_end
+    if form.LISTED_K:
+        unclean = work.split
     if form.RIGHT or form.LEFT or form.PAGE:
         begin, clean, unclean, end = key_tiles(row, form.LINES, work, sizes, form)
         if form.TREE:
@@ -121,7 +125,8 @@ def _begun(work, buffer, phase, ring, sizes, shared, group: gl.constexpr, form):
 @gluon.jit
 def _first_state(s, limits, n, scale, softcap, shared, form):
     """Return the state after the first key tile, whose values are not added yet."""
-    masked: gl.constexpr = form.RIGHT or form.LEFT or form.RAGGED or form.SPLIT or form.TREE or form.VARYING != "none"
+    cut: gl.constexpr = form.RIGHT or form.LEFT or form.RAGGED or form.LISTED_K > 0
+    masked: gl.constexpr = cut or form.SPLIT or form.TREE or form.VARYING != "none"
     s, factor = scores_of(s, key_scales(scale, n, True, form), scale, form)
     if form.SOFTCAP:
         s = apply_softcap(s, scale, softcap, form)
@@ -130,7 +135,7 @@ def _first_state(s, limits, n, scale, softcap, shared, form):
         s = apply_score_mod(s, limits, n, scale, form)
         factor = LOG2E
     if masked:
-        s = masked_scores(s, limits, n, form)
+        s = masked_scores(s, limits, n, form, True)
     row_max = row_maximum(s, form) * factor
     base = row_max
     if masked or form.SCORE_MOD is not None:
@@ -256,10 +261,15 @@ def _last_values(state, ring, shared, form):
 def _rest(state, ring, limits, keys, q, scale, softcap, shared, group: gl.constexpr, form):
     """Process the key tiles after the first: masked ones, unmasked ones, then masked ones before a window."""
     n = keys.end - 1
-    if form.RIGHT or form.TREE:
+    if form.RIGHT or form.TREE or form.LISTED_K:
         for _ in range(n - gl.maximum(keys.unclean, keys.begin)):
             n -= 1
-            state, ring = _next(state, q, ring, limits, n, scale, softcap, shared, True, group, form)
+            tile = tile_at(n, limits, form)
+            if form.MASK_MOD is not None:  # asked for early: it comes during the step
+                flags, hidden = hidden_keys(tile, limits, form)
+            state, ring = _next(state, q, ring, limits, tile, scale, softcap, shared, True, group, form)
+            if form.MASK_MOD is not None:
+                clear_hidden(flags, hidden, ring.v_slot, ring.v_phase, shared, form)
     if form.TREE:  # at most two tiles have nodes
         if (limits.hidden != 0) & (n < keys.end - 1):
             mbarrier.wait(shared.v_full.index(ring.v_slot), ring.v_phase)
@@ -268,9 +278,11 @@ def _rest(state, ring, limits, keys, q, scale, softcap, shared, group: gl.conste
     if form.LEFT:
         stop = gl.minimum(gl.maximum(keys.clean, keys.begin), n)
     for _ in range(n - stop):
+        tile = n
         if form.INT8 or form.SCORE_MOD is not None:  # else which tile it is plays no part
             n -= 1
-        state, ring = _next(state, q, ring, limits, n, scale, softcap, shared, False, group, form)
+            tile = tile_at(n, limits, form)
+        state, ring = _next(state, q, ring, limits, tile, scale, softcap, shared, False, group, form)
     if form.LEFT:
         n = stop
         for _ in range(stop - keys.begin):
@@ -306,6 +318,8 @@ def consume(
     mbarrier.wait(shared.mail_full.index(box), box_phase)
     work = read(box, shared)
     while work.row >= 0:
+        if form.LISTED_K:  # asked for early
+            tile = first_tile(work, sizes, form)
         s, q, keys, ring = _begun(work, buffer, q_phase, ring, sizes, shared, group, form)
         place = buffer * form.GROUPS + group
         rows = work.row + group * form.LINES + line_numbers(form.ROW, form)
@@ -319,7 +333,12 @@ def consume(
             factor = score_factor(scale, scales, sizes, work, form)
         elif form.INT8:
             factor = row_factors(scale, scales, sizes, work, group, form)
-        state = _first_state(s, limits, keys.end - 1, factor, softcap, shared, form)
+        if not form.LISTED_K:
+            tile = keys.end - 1
+        state = _first_state(s, limits, tile, factor, softcap, shared, form)
+        if form.MASK_MOD is not None:
+            flags, hidden = hidden_keys(tile, limits, form)
+            clear_hidden(flags, hidden, ring.slot, ring.phase, shared, form)
         if form.UNSEEN and not form.FP8:
             unseen = keys.end * form.KEYS > seen
             if form.TREE:
@@ -402,50 +421,6 @@ def normalize_rows(acc, row_max, row_sum, sink, valid, value_factor, form):
 
 
 @gluon.jit
-def _stored(acc, o_desc, out, stride_h, stride_s, work, row, place, form):
-    """Store rows of the output by way of shared memory, one part of the columns after the other."""
-    if form.PARTS == 1:
-        store_part(acc, 0, o_desc, out, stride_h, stride_s, work, row, place, form)
-    else:
-        gl.static_assert(form.PARTS == 2)
-        halves = gl.permute(gl.reshape(acc, [_ROWS, 2, form.DIM // 2]), (0, 2, 1))
-        first, second = gl.split(halves)
-        store_part(first, 0, o_desc, out, stride_h, stride_s, work, row, place, form)
-        tma.store_wait(0)
-        store_part(second, form.DIM // 2, o_desc, out, stride_h, stride_s, work, row, place, form)
-
-
-@gluon.jit
-def store_part(acc, column, o_desc, out, stride_h, stride_s, work, row, place, form):
-    flat = place.reshape([_ROWS, form.DIM // form.PARTS])
-    flat.store(acc.to(place.dtype))
-    at = work.q_first + row
-    whole = row + form.LINES <= work.q_length  # else a packed tile would overwrite the next sequence's rows
-    if not form.PACKED or whole:
-        fence_async_shared()
-        if form.PAGE:
-            store(o_desc, [work.slot, at, work.head * form.HEADS, column], place)
-        else:
-            store(o_desc, [work.slot, work.head, at, column], place)
-    else:
-        layout: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
-        # In steps of 8 columns, which heads and strides have too, so that 16 bytes are stored at a time.
-        first = out + (at.to(gl.int64) * stride_s + (work.head * form.HEADS).to(gl.int64) * stride_h) * 8
-        rows = line_numbers(gl.SliceLayout(1, layout), form)
-        columns = gl.arange(0, 16, gl.SliceLayout(0, layout))
-        strides = rows * stride_s
-        if form.HEADS > 1:
-            strides += gl.arange(0, _ROWS, gl.SliceLayout(1, layout)) % form.HEADS * stride_h
-        offsets = gl.expand_dims(strides * 8, 1) + gl.expand_dims(columns, 0)
-        inside = gl.expand_dims(rows < work.q_length - row, 1)
-        for j in gl.static_range(form.DIM // form.PARTS // 16):
-            there = inside & gl.expand_dims(columns // 8 < (o_desc.shape[3] - column) // 8 - j * 2, 0)
-            gl.store(first + (offsets + column + j * 16), flat.slice(j * 16, 16, dim=1).load(layout), mask=there)
-        if not form.OWN_OUT:  # TMA brings the next queries there, whose writes are not ordered after those above
-            fence_async_shared()
-
-
-@gluon.jit
 def write(acc, state, box, place, o_desc, out, lse, sinks, stride_h, stride_s, scales, sizes, shared,
            group: gl.constexpr, form):  # fmt: skip
     """Write the tile's results, normalised, to memory. place: that of its queries, which have been read."""
@@ -468,7 +443,7 @@ def write(acc, state, box, place, o_desc, out, lse, sinks, stride_h, stride_s, s
     split, slots = work.split, sizes.batches
     if form.PACKED:
         slots = 1
-    if form.FP8 and form.PACKED:  # there it is the sequence
+    if (form.FP8 and form.PACKED) or form.LISTED_K:  # there it is the sequence, or the whole tiles
         split = work.split - work.split
     first = ((split * slots + work.slot) * sizes.heads + work.head).to(gl.int64) * sizes.seq_q
     first_of_split = first * form.HEADS
@@ -496,4 +471,4 @@ def write(acc, state, box, place, o_desc, out, lse, sinks, stride_h, stride_s, s
         if form.OWN_OUT:
             tma.store_wait(0)
             place = group
-        _stored(acc, o_desc, out, stride_h, stride_s, work, row, shared.out.index(place), form)
+        store_rows(acc, o_desc, out, stride_h, stride_s, work, row, shared.out.index(place), form)

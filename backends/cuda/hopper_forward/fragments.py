@@ -14,12 +14,13 @@ import math
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from portattn.backends.cuda.gluon_names import aggregate
-from portattn.backends.cuda.hopper_forward import GROUP_ROWS
+from portattn.backends.cuda.gluon_names import aggregate, store
+from portattn.backends.cuda.hopper_forward import FLAGS, GROUP_ROWS
 
 _ROWS: gl.constexpr = gl.constexpr(GROUP_ROWS)
+_FLAGS: gl.constexpr = gl.constexpr(FLAGS)
 
 
 @gluon.jit
@@ -165,12 +166,51 @@ def score_function(source):
 LOG2E: gl.constexpr = gl.constexpr(math.log2(math.e))
 
 
+@aggregate
+class FunctionTensors:
+    """The tensors that SCORE_MOD and MASK_MOD read, and their sizes; of an absent one anything."""
+
+    c0: gl.tensor
+    c1: gl.tensor
+    c2: gl.tensor
+    c3: gl.tensor
+    n0: gl.tensor
+    n1: gl.tensor
+    n2: gl.tensor
+    n3: gl.tensor
+    n4: gl.tensor
+    n5: gl.tensor
+    n6: gl.tensor
+    n7: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, c0, c1, c2, c3, n0, n1, n2, n3, n4, n5, n6, n7):
+        self.c0, self.c1, self.c2, self.c3 = c0, c1, c2, c3
+        self.n0, self.n1, self.n2, self.n3, self.n4, self.n5, self.n6, self.n7 = n0, n1, n2, n3, n4, n5, n6, n7
+
+
+@gluon.jit
+def no_tensors(pointer, number):
+    """Return the tensors of a kernel without functions: none is read."""
+    return FunctionTensors(pointer, pointer, pointer, pointer, number, number, number, number, number, number, number,
+                           number)  # fmt: skip
+
+
+@gluon.jit
+def call_function(function: gl.constexpr, s, limits, n, form):
+    """Return a function's result for key tile n's scores. No tensor is read behind the last block of keys."""
+    if form.LISTED_K:
+        n = gl.minimum(n, limits.blocks * (form.LISTED_K // form.KEYS) - 1)
+    keys = n * form.KEYS + gl.arange(0, form.KEYS, gl.SliceLayout(0, form.SCORES))
+    t = limits.tensors
+    return function(s, limits.slot, limits.head, limits.rows, keys, t.c0, t.c1, t.c2, t.c3,
+                    t.n0, t.n1, t.n2, t.n3, t.n4, t.n5, t.n6, t.n7)  # fmt: skip
+
+
 @gluon.jit
 def apply_score_mod(s, limits, n, scale, form):
     """Return the natural scores that SCORE_MOD makes of a tile's products."""
-    keys = n * form.KEYS + gl.arange(0, form.KEYS, gl.SliceLayout(0, form.SCORES))
-    rows = gl.expand_dims(limits.rows, 1)
-    return _call_mod(s * scale, limits.slot, limits.head, rows, gl.expand_dims(keys, 0), form)
+    return call_function(form.SCORE_MOD, s * scale, limits, n, form)
 
 
 @gluon.jit
@@ -208,11 +248,19 @@ def with_derivative(p, s, final, slot, head, rows, keys, scale, softcap, form):
     return p
 
 
+@gluon.jit
+def list_of(slot, head, row, sizes, form):
+    """Return the pointer to the list of a tile of rows: counts of whole blocks and of others, then their numbers."""
+    at = slot.to(gl.int64) * sizes.list_b + head.to(gl.int64) * sizes.list_h
+    return sizes.lists + (at + (row // form.LISTED_Q).to(gl.int64) * sizes.list_q)
+
+
 @aggregate
 class Limits:
     """The keys that each of a warp group's rows sees: [start, end), with TREE from `first` on the nodes of its word.
 
-    Without TREE the fields from `low` to `hidden` hold no meaning, and without SCORE_MOD those after them.
+    Without TREE the fields from `low` to `hidden` hold no meaning, without functions those from `rows` to `tensors`,
+    and without lists those after them.
     """
 
     start: gl.tensor  # [64]
@@ -224,11 +272,17 @@ class Limits:
     rows: gl.tensor  # [64] numbers of the queries,
     slot: gl.tensor  # of their sequence
     head: gl.tensor  # and of their head
+    tensors: FunctionTensors
+    listed: gl.tensor  # the tile's list
+    whole: gl.tensor  # whether all its blocks are whole
+    blocks: gl.tensor  # of all keys
+    shown: gl.tensor  # with MASK_MOD: of each key tile, which keys some query attends (block_lists.py)
 
     @gluon.constexpr_function
-    def __init__(self, start, end, low, high, first, hidden, rows, slot, head):
+    def __init__(self, start, end, low, high, first, hidden, rows, slot, head, tensors, listed, whole, blocks, shown):
         self.start, self.end, self.low, self.high, self.first, self.hidden = start, end, low, high, first, hidden
-        self.rows, self.slot, self.head = rows, slot, head
+        self.rows, self.slot, self.head, self.tensors = rows, slot, head, tensors
+        self.listed, self.whole, self.blocks, self.shown = listed, whole, blocks, shown
 
 
 @gluon.jit
@@ -260,13 +314,39 @@ def row_limits(work, rows, seen, position, sizes, form):
             all_words = all_words & gl.where(last < 0, 0, gl.where(last > 62, -1, bits))
         nodes = gl.where(node < work.q_length, gl.full([64], 1, gl.int64, each) << node.to(gl.int64), 0)
         hidden = gl.reduce(nodes, 0, _or) & ~gl.reduce(all_words, 0, _or)
-    return Limits(start, end, low, high, first, hidden, rows, work.slot, work.head)
+    listed, whole, blocks, shown = sizes.lists, first == first, first, sizes.shown
+    if form.LISTED_K:
+        listed = list_of(work.slot, work.head, work.row, sizes, form)
+        whole, blocks = work.split == work.k_first, gl.cdiv(sizes.seq_k, form.LISTED_K)
+        tiles = blocks * (form.LISTED_K // form.KEYS) * (form.KEYS + _FLAGS)
+        shown += (work.slot * sizes.shown_b + work.head * sizes.shown_h).to(gl.int64) * tiles
+    return Limits(start, end, low, high, first, hidden, rows, work.slot, work.head, sizes.tensors, listed, whole,
+                  blocks, shown)  # fmt: skip
 
 
 @gluon.jit
-def masked_scores(s, limits, n, form):
+def _masked_by_function(s, limits, n, form):
+    keep = call_function(form.MASK_MOD, 0, limits, n, form)
+    if form.RAGGED:
+        keys = n * form.KEYS + gl.arange(0, form.KEYS, gl.SliceLayout(0, form.SCORES))
+        keep = keep & (gl.expand_dims(keys, 0) < gl.expand_dims(limits.end, 1))
+    return gl.where(keep, s, -float("inf"))
+
+
+@gluon.jit
+def masked_scores(s, limits, n, form, first: gl.constexpr = False):
+    """Return scores, -inf for each key that a row does not see. first: the tile may be of a whole block."""
     keys = n * form.KEYS + gl.arange(0, form.KEYS, gl.SliceLayout(0, form.SCORES))
     columns = gl.expand_dims(keys, 0)
+    if form.MASK_MOD is not None:
+        if first:
+            if limits.whole:  # or of no block, behind the last key
+                s = gl.where(columns < gl.expand_dims(limits.end, 1), s, -float("inf"))
+            else:
+                s = _masked_by_function(s, limits, n, form)
+        else:
+            s = _masked_by_function(s, limits, n, form)
+        return s
     keep = columns < gl.expand_dims(limits.end, 1)
     if form.LEFT:
         keep = keep & (columns >= gl.expand_dims(limits.start, 1))
@@ -294,6 +374,50 @@ def clear(v, first, end, n, limits, form):
         part = v.slice(j * 64, 64, dim=1)
         part.store(gl.where(there, part.load(layout), 0.0).to(v.dtype))
     fence_async_shared()
+
+
+@gluon.jit
+def store_rows(acc, o_desc, out, stride_h, stride_s, work, row, place, form):
+    """Store rows of the output by way of shared memory, one part of the columns after the other."""
+    if form.PARTS == 1:
+        store_part(acc, 0, o_desc, out, stride_h, stride_s, work, row, place, form)
+    else:
+        gl.static_assert(form.PARTS == 2)
+        halves = gl.permute(gl.reshape(acc, [_ROWS, 2, form.DIM // 2]), (0, 2, 1))
+        first, second = gl.split(halves)
+        store_part(first, 0, o_desc, out, stride_h, stride_s, work, row, place, form)
+        tma.store_wait(0)
+        store_part(second, form.DIM // 2, o_desc, out, stride_h, stride_s, work, row, place, form)
+
+
+@gluon.jit
+def store_part(acc, column, o_desc, out, stride_h, stride_s, work, row, place, form):
+    flat = place.reshape([_ROWS, form.DIM // form.PARTS])
+    flat.store(acc.to(place.dtype))
+    at = work.q_first + row
+    whole = row + form.LINES <= work.q_length  # else a packed tile would overwrite the next sequence's rows
+    if not form.PACKED or whole:
+        fence_async_shared()
+        if form.PAGE:
+            store(o_desc, [work.slot, at, work.head * form.HEADS, column], place)
+        else:
+            store(o_desc, [work.slot, work.head, at, column], place)
+    else:
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
+        # In steps of 8 columns, which heads and strides have too, so that 16 bytes are stored at a time.
+        first = out + (at.to(gl.int64) * stride_s + (work.head * form.HEADS).to(gl.int64) * stride_h) * 8
+        rows = line_numbers(gl.SliceLayout(1, layout), form)
+        columns = gl.arange(0, 16, gl.SliceLayout(0, layout))
+        strides = rows * stride_s
+        if form.HEADS > 1:
+            strides += gl.arange(0, _ROWS, gl.SliceLayout(1, layout)) % form.HEADS * stride_h
+        offsets = gl.expand_dims(strides * 8, 1) + gl.expand_dims(columns, 0)
+        inside = gl.expand_dims(rows < work.q_length - row, 1)
+        for j in gl.static_range(form.DIM // form.PARTS // 16):
+            there = inside & gl.expand_dims(columns // 8 < (o_desc.shape[3] - column) // 8 - j * 2, 0)
+            gl.store(first + (offsets + column + j * 16), flat.slice(j * 16, 16, dim=1).load(layout), mask=there)
+        if not form.OWN_OUT:  # TMA brings the next queries there, whose writes are not ordered after those above
+            fence_async_shared()
 
 
 GROWTH: gl.constexpr = gl.constexpr(8.0)  # in powers of 2

@@ -29,8 +29,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from portattn.backends.cuda.gluon_names import load, reinterpreted, sync
 from portattn.backends.cuda.hopper_forward import GROUP_ROWS
+from portattn.backends.cuda.hopper_forward.block_lists import first_tile, listed_tile
 from portattn.backends.cuda.hopper_forward.consumer import consume
-from portattn.backends.cuda.hopper_forward.fragments import following, score_function
+from portattn.backends.cuda.hopper_forward.fragments import FunctionTensors, following, list_of, score_function
 from portattn.backends.cuda.hopper_forward.low_precision_products import transposed_first
 from portattn.backends.cuda.hopper_forward.products import FREE
 from portattn.backends.cuda.hopper_forward.tile_scheduler import (
@@ -136,9 +137,16 @@ def _produce(q_desc, k_desc, v_desc, counter, page_table, table_stride, sizes, s
                 table = page_table + work.k_first.to(gl.int64) * table_stride
             else:
                 table = work.slot
+            if form.LISTED_K:
+                count = gl.cdiv(sizes.seq_k, form.LISTED_K)
+                blocks = list_of(work.slot, work.head, work.row, sizes, form)
+                listed = first_tile(work, sizes, form)
             for n in range(end - 1, begin - 1, -1):
                 if form.PAGE:  # asked for here, they come while the buffers are waited for
                     pages = pages_of(table, n, work.k_length, form)
+                elif form.LISTED_K:  # asked for a step ahead
+                    key = listed * form.KEYS
+                    listed = listed_tile(blocks, gl.maximum(n - 1, 0), work.k_first, count, form)
                 else:
                     key = work.k_first + n * form.KEYS
                 if form.DEQUANTIZE:
@@ -163,7 +171,8 @@ def _produce(q_desc, k_desc, v_desc, counter, page_table, table_stride, sizes, s
                         else:
                             load(q_desc, [work.slot, work.head, q_row, 0], q_full, shared.q.index(place))
                     buffer, q_phase = following(buffer, q_phase, form.QUERIES)
-                if n == begin:  # late, so that what is left goes to who is free; not later, as it takes a tile's time
+                # Late, so that what is left goes to who is free; not later, as it takes a tile's time, of lists two.
+                if n == (gl.minimum(begin + 1, end - 1) if form.LISTED_K else begin):
                     tile = draw_tile(counter, tiles)
                 if form.DEQUANTIZE:
                     bring_raw(v_desc, pages, n, work.k_length, kv_head, 1, raw_phase, shared, form)
@@ -283,26 +292,37 @@ def _dequantize(sizes, shared, form):
         sync(FREE + j, form.PARTY)
 
 
+@gluon.jit
+def _given(x, other):
+    """Return an argument, or the other one, which is not read, for None."""
+    if x is None:
+        x = other
+    return x
+
+
 @gluon.jit(
     do_not_specialize=[
         "scale", "softcap", "stride_h", "stride_s", "batches", "heads", "share", "seq_q", "seq_k", "left", "right",
         "row_tiles", "together", "splits", "table_stride", "q_scale_b", "q_scale_h", "k_scale_b", "k_scale_h",
-        "v_scale_b", "v_scale_h", "q_scale_s", "k_scale_s", "tree_stride",
+        "v_scale_b", "v_scale_h", "q_scale_s", "k_scale_s", "tree_stride", "list_b", "list_h", "list_q", "shown_b",
+        "shown_h", "size_0", "size_1", "size_2", "size_3", "size_4", "size_5", "size_6", "size_7",
     ]
 )  # fmt: skip
 def scheduled_forward(
     q_desc, k_desc, v_desc, o_desc, out, lse, sinks, lengths_q, lengths_k, page_table, counter,
     scale, softcap, stride_h, stride_s, batches, heads, share, seq_q, seq_k, left, right, row_tiles, together,
     splits, table_stride, q_scale, k_scale, v_scale, q_scale_b, q_scale_h, k_scale_b, k_scale_h, v_scale_b, v_scale_h,
-    q_scale_s, k_scale_s, tree_mask, tree_stride,
+    q_scale_s, k_scale_s, tree_mask, tree_stride, lists, list_b, list_h, list_q, shown, shown_b, shown_h,
+    captured_0, captured_1, captured_2, captured_3,
+    size_0, size_1, size_2, size_3, size_4, size_5, size_6, size_7,
     GROUPS: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, RIGHT: gl.constexpr,
     LEFT: gl.constexpr, TOP_LEFT: gl.constexpr, RAGGED: gl.constexpr, VARYING: gl.constexpr, UNSEEN: gl.constexpr,
     SOFTCAP: gl.constexpr, SPLIT: gl.constexpr, TURNS: gl.constexpr, LATE: gl.constexpr, EARLY: gl.constexpr,
     PAIRS: gl.constexpr, OWN_OUT: gl.constexpr, QUERIES: gl.constexpr, REG_Q: gl.constexpr, PARTS: gl.constexpr,
     PAGE: gl.constexpr, HEADS: gl.constexpr, FP8: gl.constexpr, COLUMNS: gl.constexpr, USED: gl.constexpr,
     KEPT: gl.constexpr, HALVED: gl.constexpr, INT8: gl.constexpr, SIDE: gl.constexpr, LAZY: gl.constexpr,
-    FORMAT: gl.constexpr, TREE: gl.constexpr, SCORE_MOD: gl.constexpr, CONSUMER: gl.constexpr, PRODUCER: gl.constexpr,
-    DEQUANTIZER: gl.constexpr,
+    FORMAT: gl.constexpr, TREE: gl.constexpr, SCORE_MOD: gl.constexpr, LISTED_Q: gl.constexpr, LISTED_K: gl.constexpr,
+    MASK_MOD: gl.constexpr, CONSUMER: gl.constexpr, PRODUCER: gl.constexpr, DEQUANTIZER: gl.constexpr,
 ):  # fmt: skip
     """A persistent block. The number of blocks is anything up to the number of tiles.
 
@@ -324,20 +344,27 @@ def scheduled_forward(
     tree_mask, tree_stride  with TREE (B, Sq) int64 words by rows so far apart, of packed queries one row; else None
     counter  one int32, which is 0 and is left at 0; two launches that may overlap must not share it
     scale    the softmax scale times log2(e), positive; with SOFTCAP scale/softcap, with SCORE_MOD the scale alone
-    SCORE_MOD  None, or the source of a function of scores (kernels/score_program.py)
+    lists, list_b, list_h, list_q  with LISTED_K (B, Hq, blocks of queries, 2 + blocks of keys) int32 by these strides
+    shown, shown_b, shown_h  with MASK_MOD what find_hidden_keys (block_lists.py) found
+    SCORE_MOD, MASK_MOD  None, or the source of a function of scores or of a mask (kernels/score_program.py)
+    captured_0, …, size_0, …  the tensors that the functions read, and their sizes, or None
     softcap  with SOFTCAP log2(e)·softcap
     CONSUMER, PRODUCER, DEQUANTIZER  registers of a thread. The other constants: Form
     """
     form = Form(GROUPS, KEYS, DIM, STAGES, RIGHT, LEFT, TOP_LEFT, RAGGED, VARYING, UNSEEN, SOFTCAP, SPLIT, TURNS, LATE,
                 EARLY, PAIRS, OWN_OUT, QUERIES, REG_Q, PARTS, PAGE, HEADS, k_desc.block_shape[2],
                 k_desc.block_shape[3], FP8, k_scale is not None, COLUMNS, USED, KEPT, HALVED, INT8,
-                SIDE, LAZY, FORMAT, TREE, page_table is not None, score_function(SCORE_MOD))  # fmt: skip
+                SIDE, LAZY, FORMAT, TREE, page_table is not None, score_function(SCORE_MOD), LISTED_Q, LISTED_K,
+                score_function(MASK_MOD))  # fmt: skip
     if SPLIT:
         let_next_kernel_begin()
     gl.static_assert(FORMAT == "as_q" or (PAGE > 0 and GROUPS == 2))
     gl.static_assert(not TREE or (PAGE > 0 and not LEFT))
     gl.static_assert(not (FP8 or INT8) or (OWN_OUT and PAGE == 0))
     gl.static_assert(SCORE_MOD is None or not (FP8 or INT8 or PAGE or SOFTCAP or form.PACKED))
+    gl.static_assert(not LISTED_K or not (FP8 or INT8 or PAGE or SPLIT or RIGHT or LEFT or VARYING != "none"))
+    gl.static_assert(not LISTED_K or (LISTED_Q % (GROUPS * _ROWS) == 0 and LISTED_K % KEYS == 0))
+    gl.static_assert(MASK_MOD is None or LISTED_K > 0)
     gl.static_assert(not INT8 or not (FP8 or SOFTCAP))
     gl.static_assert(not FP8 or not LAZY, "weights of e4m3 have no room above 2^SHIFT")
     gl.static_assert((COLUMNS == DIM and USED == DIM) or (FP8 and DIM == 4 * COLUMNS and USED >= 3 * COLUMNS))
@@ -405,8 +432,15 @@ def scheduled_forward(
         lengths_k = counter
     if tree_mask is None:
         tree_mask, tree_stride = counter, splits
+    n = splits
+    tensors = FunctionTensors(
+        _given(captured_0, counter), _given(captured_1, counter), _given(captured_2, counter),
+        _given(captured_3, counter), _given(size_0, n), _given(size_1, n), _given(size_2, n), _given(size_3, n),
+        _given(size_4, n), _given(size_5, n), _given(size_6, n), _given(size_7, n),
+    )  # fmt: skip
     sizes = Sizes(lengths_q, lengths_k, batches, heads, share, seq_q, seq_k, left, right, row_tiles, together, splits,
-                  tree_mask, tree_stride)  # fmt: skip
+                  tree_mask, tree_stride, tensors, _given(lists, counter), _given(list_b, n), _given(list_h, n),
+                  _given(list_q, n), _given(shown, counter), _given(shown_b, n), _given(shown_h, n))  # fmt: skip
     scales = (
         q_scale, q_scale_b, q_scale_h, k_scale, k_scale_b, k_scale_h, v_scale, v_scale_b, v_scale_h, q_scale_s,
         k_scale_s,

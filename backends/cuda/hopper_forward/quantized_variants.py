@@ -25,6 +25,7 @@ COLUMN_STEP = 16  # columns of a head: a multiple of so many, 16 bytes
 TRANSPOSED_COLUMNS = 128  # of values that a program transposes at a time
 MOST_BATCHES = 65_535  # blocks of a grid along its third axis: batches of the values, by parts of their columns
 SCALES = ("q_scale", "k_scale", "v_scale")
+FUNCTIONS = ("score_mod", "mask_mod", "block_mask")  # of operands of 16 bits alone
 
 
 class Fp8Variant(ForwardVariant):
@@ -33,7 +34,7 @@ class Fp8Variant(ForwardVariant):
     name = "gluon_forward_fp8"
     entries = name
     ops = ("attention", "varlen_attention")
-    takes = (ForwardVariant.takes - {"needs_grad", "score_mod"}) | {"kv_format"}
+    takes = (ForwardVariant.takes - {"needs_grad", *FUNCTIONS}) | {"kv_format"}
     needs = f"sm_90, {NEEDS}, e4m3 heads of at most {WIDEST_E4M3} columns, rows and strides of {COLUMN_STEP} bytes"
     canaries = FP8_FORWARD
     formats = (E4M3,)
@@ -164,7 +165,7 @@ class Int8Variant(ForwardVariant):
     name = "gluon_forward_int8"
     entries = name
     ops = ("attention", "varlen_attention")
-    takes = (ForwardVariant.takes - {"needs_grad", "softcap", "score_mod"}) | {"kv_format"}
+    takes = (ForwardVariant.takes - {"needs_grad", "softcap", *FUNCTIONS}) | {"kv_format"}
     needs = f"sm_90, {NEEDS}, int8 q and k of at most {WIDEST_INT8} columns, rows and strides of {COLUMN_STEP} bytes"
     canaries = INT8_FORWARD
     formats = (INT8,)

@@ -10,7 +10,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from portattn.backends.cuda.gluon_names import aggregate
 from portattn.backends.cuda.hopper_forward import GROUP_ROWS
-from portattn.backends.cuda.hopper_forward.fragments import following
+from portattn.backends.cuda.hopper_forward.block_lists import listed_tiles
+from portattn.backends.cuda.hopper_forward.fragments import FunctionTensors, following
 
 # No `from __future__ import annotations`: Triton's aggregates read the types of their fields.
 
@@ -56,6 +57,9 @@ class Form:
     TABLE         a table names each sequence's pages; else with a PAGE the cache is contiguous
     SCORE_MOD     a Gluon function of a program of scores (kernels/score_program.py), or None: of dense 16-bit tensors,
                   without SOFTCAP
+    LISTED_Q, LISTED_K  queries and keys of the blocks that lists name (block_lists.py), multiples of a tile's; 0
+                  without lists: of dense 16-bit tensors, without other masks
+    MASK_MOD      with lists: a function that masks the blocks which are not whole, or None
     """
 
     GROUPS: gl.constexpr
@@ -95,6 +99,9 @@ class Form:
     TREE: gl.constexpr
     TABLE: gl.constexpr
     SCORE_MOD: gl.constexpr
+    LISTED_Q: gl.constexpr
+    LISTED_K: gl.constexpr
+    MASK_MOD: gl.constexpr
     DEQUANTIZE: gl.constexpr  # there is a FORMAT
     BLOCKS: gl.constexpr  # with INT8: a tile's keys may be two blocks, whose tokens share a scale each
     BYTES: gl.constexpr  # of a number of q and k,
@@ -114,7 +121,8 @@ class Form:
     @gluon.constexpr_function
     def __init__(self, GROUPS, KEYS, DIM, STAGES, RIGHT, LEFT, TOP_LEFT, RAGGED, VARYING, UNSEEN, SOFTCAP, SPLIT, TURNS,
                  LATE, EARLY, PAIRS, OWN_OUT, QUERIES, REG_Q, PARTS, PAGE, HEADS, PIECE, WIDE, FP8, SCALED, COLUMNS,
-                 USED, KEPT, HALVED, INT8, SIDE, LAZY, FORMAT, TREE, TABLE, SCORE_MOD):  # fmt: skip
+                 USED, KEPT, HALVED, INT8, SIDE, LAZY, FORMAT, TREE, TABLE, SCORE_MOD, LISTED_Q, LISTED_K,
+                 MASK_MOD):  # fmt: skip
         self.GROUPS, self.KEYS, self.DIM, self.STAGES = map(gl.constexpr, (GROUPS, KEYS, DIM, STAGES))
         self.RIGHT, self.LEFT, self.TOP_LEFT, self.SPLIT = map(gl.constexpr, (RIGHT, LEFT, TOP_LEFT, SPLIT))
         self.RAGGED, self.VARYING, self.UNSEEN = map(gl.constexpr, (RAGGED, VARYING, UNSEEN))
@@ -128,6 +136,7 @@ class Form:
         self.INT8, self.SIDE, self.LAZY = map(gl.constexpr, (INT8, SIDE, LAZY))
         self.FORMAT, self.DEQUANTIZE = gl.constexpr(FORMAT), gl.constexpr(FORMAT != "as_q")
         self.TREE, self.TABLE, self.SCORE_MOD = map(gl.constexpr, (TREE, TABLE, SCORE_MOD))
+        self.LISTED_Q, self.LISTED_K, self.MASK_MOD = map(gl.constexpr, (LISTED_Q, LISTED_K, MASK_MOD))
         self.BLOCKS = gl.constexpr(INT8 and SIDE and KEYS == 128)
         size, deep, wide = (1, 32, 4) if FP8 else (2, 16, 2)
         self.BYTES, self.V_BYTES = gl.constexpr(1 if INT8 else size), gl.constexpr(size)
@@ -191,16 +200,27 @@ class Sizes:
     splits: gl.tensor  # blocks that share a tile's keys
     tree_mask: gl.tensor  # with TREE (B, Sq) int64, packed (1, rows); else anything
     tree_stride: gl.tensor
+    tensors: FunctionTensors
+    lists: gl.tensor  # with LISTED_K lists of blocks, and their strides along sequences, heads and blocks of queries
+    list_b: gl.tensor
+    list_h: gl.tensor
+    list_q: gl.tensor
+    shown: gl.tensor  # with MASK_MOD what find_hidden_keys (block_lists.py) found, by steps of its heads
+    shown_b: gl.tensor
+    shown_h: gl.tensor
 
     @gluon.constexpr_function
     def __init__(self, lengths_q, lengths_k, batches, heads, share, seq_q, seq_k, left, right, row_tiles, together,
-                 splits, tree_mask, tree_stride):  # fmt: skip
+                 splits, tree_mask, tree_stride, tensors, lists, list_b, list_h, list_q, shown, shown_b,
+                 shown_h):  # fmt: skip
         self.lengths_q, self.lengths_k, self.batches, self.heads, self.share = (
             lengths_q, lengths_k, batches, heads, share,
         )  # fmt: skip
         self.seq_q, self.seq_k, self.left, self.right = seq_q, seq_k, left, right
         self.row_tiles, self.together, self.splits = row_tiles, together, splits
-        self.tree_mask, self.tree_stride = tree_mask, tree_stride
+        self.tree_mask, self.tree_stride, self.tensors = tree_mask, tree_stride, tensors
+        self.lists, self.list_b, self.list_h, self.list_q = lists, list_b, list_h, list_q
+        self.shown, self.shown_b, self.shown_h = shown, shown_b, shown_h
 
 
 @aggregate
@@ -212,9 +232,9 @@ class Work:
     slot: gl.tensor  # of the first axis of the tensors
     q_first: gl.tensor  # row of the tensors at which the sequence begins
     q_length: gl.tensor
-    k_first: gl.tensor  # as q_first; of a cache the sequence
+    k_first: gl.tensor  # as q_first; of a cache the sequence; of lists how many key tiles they have
     k_length: gl.tensor  # -1 for rows of no sequence
-    split: gl.tensor
+    split: gl.tensor  # of lists how many of the key tiles are whole
 
     @gluon.constexpr_function
     def __init__(self, row, head, slot, q_first, q_length, k_first, k_length, split):
@@ -343,7 +363,7 @@ def work_of(tile, sizes, form):
         split = tile - tile
         if form.SPLIT:
             tile, split = tile // sizes.splits, tile % sizes.splits
-        if form.RIGHT:  # longest rows first
+        if form.RIGHT or form.LISTED_K:  # longest rows first
             number, head = in_turn(tile, sizes.row_tiles, sizes.batches * sizes.heads, sizes)
             row = (sizes.row_tiles - 1 - number) * rows
         else:
@@ -354,6 +374,10 @@ def work_of(tile, sizes, form):
             k_length = gl.where(row < q_length, k_length, 0)  # a tile of padding rows sees nothing
         if form.PAGE:
             work = Work(row, head % sizes.heads, slot, row - row, q_length, slot, k_length, split)
+        elif form.LISTED_K:
+            head = head % sizes.heads
+            tiles, whole = listed_tiles(slot, head, row, sizes, form)
+            work = Work(row, head, slot, row - row, q_length, tiles, k_length, whole)
         else:
             work = Work(row, head % sizes.heads, slot, row - row, q_length, row - row, k_length, split)
     return work
@@ -415,6 +439,8 @@ def key_tiles(row, rows: gl.constexpr, work, sizes, form):
 def tile_keys(work, sizes, form):
     """Return the block's key tiles: (first, end, whether there are any). A split without any brings one."""
     begin, _c, _u, end = key_tiles(work.row, form.GROUPS * form.LINES, work, sizes, form)
+    if form.LISTED_K:
+        end = gl.maximum(work.k_first, 1)  # without a key a tile behind the last
     some = end > begin
     if form.SPLIT:
         count = end - begin

@@ -6,16 +6,24 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from portattn.backends.cuda import schedules
-from portattn.backends.cuda.hopper_forward import GROUP_ROWS
-from portattn.backends.cuda.launch_parts import make_descriptor, merging, multiprocessors, with_copies
+from portattn.backends.cuda.hopper_forward import FLAGS, GROUP_ROWS
+from portattn.backends.cuda.launch_parts import (
+    finding,
+    function_arguments,
+    make_descriptor,
+    merging,
+    multiprocessors,
+    shown_shape,
+    with_copies,
+)
 from portattn.backends.cuda.schedules import (
     FORWARD,
+    LEGEND,
     NEEDS,
     TIMED_WITH,
     Schedule,
@@ -28,7 +36,7 @@ from portattn.planning.backend import Variant
 from portattn.planning.kernel_specs import ceil_div, heads_together, occupied_tiles
 from portattn.planning.kernel_specs.base import split_cheapest
 from portattn.schema.lowering import FUSED, Buffers, Step, StepLauncher
-from portattn.schema.ops import BACKWARD
+from portattn.schema.ops import BACKWARD, CAPTURED
 from portattn.schema.plan import Rejection
 from portattn.schema.problem_limits import UNLIMITED
 from portattn.schema.symbolic_int import least, most
@@ -104,32 +112,6 @@ CORE_ROWS = 16
 FEW_TILES = 45  # tiles by cores, in per cent: with fewer the core, which splits keys, is faster than unsplit keys here
 
 
-# In a few words, for people.
-LEGEND = MappingProxyType(
-    {
-        "width": "columns that heads are padded to",
-        "groups": "warp groups, of 64 query rows each",
-        "keys": "keys of a tile",
-        "stages": "buffers for keys, and as many for values",
-        "turns": "groups issue their products in turns",
-        "late": "sums are rescaled after the next scores are issued",
-        "early": "the values' product is waited for before the exponentials",
-        "pairs": "probabilities go from step to step in pairs of 16 bits",
-        "own_out": "the output has shared memory of its own",
-        "columns": "columns of a product of values, 0 for all",
-        "kept": "keys' buffers are returned after the exponentials",
-        "halved": "the tile before's values are added between two halves of the exponentials",
-        "queries": "buffers for queries",
-        "reg_q": "queries are read from registers",
-        "parts": "column parts in which the output leaves",
-        "in_turn": "tiles of several heads are worked on in turn where they differ in length",
-        "lazy": "sums are rescaled only where a row's maximum has grown much",
-        "splits": "blocks that share a tile's keys",
-        "heads_together": "heads whose tiles are worked on side by side",
-    }
-)
-
-
 class TimedSchedule(NamedTuple):
     schedule: Schedule
     timed_with: str
@@ -146,7 +128,8 @@ class ForwardVariant(Variant):
     takes = frozenset(
         {
             "causal", "causal_top_left", "window", "seqlens_q", "seqlens_k", "softcap", "sinks", "return_lse", "gqa",
-            "head_dim_v", "needs_grad", "packed", "kv_format", "tree_mask", "invariant", "score_mod",
+            "head_dim_v", "needs_grad", "packed", "kv_format", "tree_mask", "invariant", "score_mod", "mask_mod",
+            "block_mask",
         }
     )  # fmt: skip
     arches = ("sm_90",)
@@ -184,7 +167,7 @@ class ForwardVariant(Variant):
             "takes no tree mask with a window": p.tree_mask and p.window,
             "takes neither tree masks nor quantised caches with invariant": p.invariant
             and (p.tree_mask or p.kv_format != "as_q"),
-            **(schedules.function_reasons(p) if p.score_mod else {}),
+            **(schedules.function_reasons(p) if p.score_mod or p.mask_mod or p.block_mask else {}),
             "has too many tiles of rows": tiles_of(p, 2 * GROUP_ROWS) > MOST_TILES,
         }
         reason = next((text for text, holds in reasons.items() if holds), None)
@@ -193,6 +176,8 @@ class ForwardVariant(Variant):
             reason = "has no schedule for such sizes: backends/cuda/tuning/sm_90.toml"
         elif chosen is not None and dequantizes(p) and chosen.schedule.groups != 2:
             reason = f"dequantizes caches for 2 consumers, not for the schedule's {chosen.schedule.groups}"
+        elif chosen is not None and p.block_mask and chosen.schedule.groups != 2:
+            reason = f"takes lists of blocks with 2 consumers, not with the schedule's {chosen.schedule.groups}"
         return None if reason is None else Rejection(path=self.name, reason=reason)
 
     def owns_invariant_rows(self, problem: Problem, target: Target) -> bool:
@@ -327,7 +312,7 @@ def steps_of(call: Call, schedule: Schedule) -> StepLauncher:
 
 
 def _splits(p: Problem, s: Schedule, cores: int) -> int:
-    if p.invariant or (p.packed and not page_of(p)) or p.head_dim_v not in WIDTHS:
+    if p.invariant or p.block_mask or (p.packed and not page_of(p)) or p.head_dim_v not in WIDTHS:
         return 1  # partial results have the kernel's width
     rows = GROUP_ROWS * s.groups
     tiles = _with_rows(p, rows)
@@ -357,7 +342,7 @@ def _together(p: Problem, s: Schedule) -> int:
 
 def uneven(p: Problem) -> bool:
     """Return whether tiles of rows may see different numbers of keys, so that their order matters."""
-    return p.packed or _limited_right(p)
+    return p.packed or p.block_mask or _limited_right(p)
 
 
 def _limited_right(p: Problem) -> bool:
@@ -396,9 +381,12 @@ class ForwardLauncher(StepLauncher):
         if self._splits > 1:
             shape = (self._splits, p.query_rows[0], p.heads_q, p.query_rows[1])
             buffers = {"partial": ((*shape, p.head_dim_v), torch.float32), "partial_lse": (shape, torch.float32)}
+        if p.mask_mod:
+            buffers["shown"] = (shown_shape(call, s.keys, FLAGS), torch.int32)
         super().__init__(buffers, {"counter": functools.partial(counter, device)})
 
     def steps(self, tensors: Mapping[str, Any]) -> list[Step]:
+        from portattn.backends.cuda.hopper_forward.block_lists import find_hidden_keys
         from portattn.backends.cuda.hopper_forward.kernel import scheduled_forward
 
         p = self.problem
@@ -417,6 +405,9 @@ class ForwardLauncher(StepLauncher):
             roles |= {name: name for name in ("k_scale", "v_scale") if p.kv_scales != "none"}
         if p.tree_mask:
             roles["tree_mask"] = "tree_mask"
+        roles |= {"lists": "block_mask", "shown": "shown", **{name: name for name in CAPTURED}}
+        shown = self.buffers["shown"][0] if p.mask_mod else None
+        lists = function_arguments(p, shown, tensors)
         out = tensors["out"]
         registers, consumer, producer, dequantizer = self._registers()
         arguments = {
@@ -428,19 +419,21 @@ class ForwardLauncher(StepLauncher):
             "table_stride": tensors["page_table"].stride(0) if p.page_size else None,
             "tree_mask": tensors.get("tree_mask"),
             "tree_stride": tensors["tree_mask"].stride(0) if p.tree_mask else None,
-            **self.numbers(), **self.constants(),
+            **self.numbers(), **self.constants(), **lists,
             "CONSUMER": consumer, "PRODUCER": producer, "DEQUANTIZER": dequantizer,
         }  # fmt: skip
         forward = Step(
             scheduled_forward, (self._grid,), arguments, {"num_warps": 4, "maxnreg": registers, **FUSED}, roles
         )
+        if shown is not None:
+            return [finding(find_hidden_keys, p, shown, self.schedule.keys, tensors, lists), forward]
         return [forward, merging(p, self._splits, tensors)] if split else [forward]
 
     def _registers(self) -> tuple[int, ...]:
         p = self.problem
         if dequantizes(p):
             return DEQUANTIZING_REGISTERS
-        return (*(PACKED_REGISTERS if p.packed or page_of(p) else REGISTERS)[self.schedule.groups], 0)
+        return (*(PACKED_REGISTERS if p.packed or page_of(p) or p.block_mask else REGISTERS)[self.schedule.groups], 0)
 
     def _scales(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         """Return scales and their strides, None for those that are not given."""
@@ -491,5 +484,4 @@ class ForwardLauncher(StepLauncher):
             "FP8": False, "COLUMNS": width(p.head_dim), "USED": width(p.head_dim),
             "KEPT": False, "HALVED": False, "INT8": False, "SIDE": False, "LAZY": s.lazy,
             "FORMAT": p.kv_format if dequantizes(p) else "as_q", "TREE": p.tree_mask,
-            "SCORE_MOD": schedules.function_source(p),
         }  # fmt: skip

@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from portattn.backends.cuda.gluon_names import arrive, load, sync
 from portattn.backends.cuda.hopper_forward import GROUP_ROWS, WIDE_CHUNK, WIDE_KEYS, WIDE_PART
-from portattn.backends.cuda.hopper_forward.consumer import normalize_rows, store_part
+from portattn.backends.cuda.hopper_forward.consumer import normalize_rows
 from portattn.backends.cuda.hopper_forward.fragments import (
     clear,
     following,
@@ -40,11 +40,13 @@ from portattn.backends.cuda.hopper_forward.fragments import (
     lane_sum,
     line_numbers,
     masked_scores,
+    no_tensors,
     operand,
     rescale_rows,
     row_limits,
     row_maximum,
     split_columns,
+    store_part,
 )
 from portattn.backends.cuda.hopper_forward.kernel import draw_tile
 from portattn.backends.cuda.hopper_forward.products import FREE
@@ -318,7 +320,7 @@ def wide_forward(
     """
     form = Form(2, _KEYS, _PART, 1, RIGHT, False, TOP_LEFT, True, VARYING, VARYING != "none" or TOP_LEFT, False, False,
                 False, True, False, True, False, 1, False, 2, 0, 1, _KEYS, _PART, False, False, _PART, _PART, False,
-                False, False, False, False, "as_q", False, False, None)  # fmt: skip
+                False, False, False, False, "as_q", False, False, None, 0, 0, None)  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
     q_smem = gl.allocate_shared_memory(dtype, [_GROUPS * CHUNKS, 1, 1, _ROWS, _CHUNK], q_desc.layout)
@@ -356,10 +358,11 @@ def wide_forward(
     if lengths_k is None:
         lengths_k = counter
     zero = batches - batches
+    none = no_tensors(counter, zero)
     sizes = Sizes(lengths_q, lengths_k, batches, heads, share, seq_q, seq_k, zero, zero, row_tiles, together, zero,
-                  counter, zero)  # fmt: skip
+                  counter, zero, none, counter, zero, zero, zero, counter, zero, zero)  # fmt: skip
     parts = Sizes(lengths_q, lengths_k, batches, heads * PARTS, share, seq_q, seq_k, zero, zero, row_tiles, together,
-                  zero, counter, zero)  # fmt: skip
+                  zero, counter, zero, none, counter, zero, zero, zero, counter, zero, zero)  # fmt: skip
     gl.warp_specialize(
         [
             (_consume, (o_desc, out, lse, stride_h, stride_s, scale, sizes, shared, 0, form, CHUNKS)),

@@ -21,7 +21,8 @@ SM_90 = wide.SM_90
 VARIANT, INT8 = Fp8Variant(), Int8Variant()
 NARROW: dict[str, Any] = {"kv_format": "e4m3", "kv_scales": "head"}
 WHOLE: dict[str, Any] = {"kv_format": "int8", "kv_scales": "token"}
-WITHOUT_PAGES = {name: fields for name, fields in wide.FORMS.items() if not {"page_size", "score_mod"} & {*fields}}
+WIDE = {"page_size", "score_mod", "block_mask"}  # of forms that 16-bit operands alone have
+WITHOUT_PAGES = {name: fields for name, fields in wide.FORMS.items() if not WIDE & {*fields}}
 FORMS: dict[str, dict[str, dict[str, Any]]] = {
     "e4m3": {name: NARROW | fields for name, fields in WITHOUT_PAGES.items()}
     | {"no scales": {"kv_format": "e4m3"}, "many tiles": NARROW | {"batch": 4, "seq_q": 384, "seq_k": 512}},
