@@ -8,31 +8,24 @@ from portattn.planning import core_path
 from portattn.planning.data_files import load_verified
 
 # Of 3.6.0 all was run; 3.7.1 lacks latent attention, gradients, indexers, 3.9.0 a format of caches and two of queries.
-PARTS = """\
-[[seen]]
+PARTS = "".join(
+    f"""[[seen]]
 arch = ["sm_90"]
-toolchain = "triton==3.6.0"
+toolchain = "triton=={release}"
 level = "measured"
 date = 2026-11-24
 what = "planted by a test"
-
-[[seen]]
-arch = ["sm_90"]
-toolchain = "triton==3.7.1"
-level = "runs"
-date = 2026-11-24
-what = "planted by a test"
-untested_ops = ["mla_attention", "attention_backward", "varlen_attention_backward", "indexer_logits"]
-
-[[seen]]
-arch = ["sm_90"]
-toolchain = "triton==3.9.0"
-level = "measured"
-date = 2026-11-24
-what = "planted by a test"
-untested = ["kv_format=nvfp4"]
-untested_queries = ["e4m3", "int8"]
+{lacks}
 """
+    for release, lacks in (
+        ("3.6.0", ""),
+        (
+            "3.7.1",
+            'untested_ops = ["mla_attention", "attention_backward", "varlen_attention_backward", "indexer_logits"]',
+        ),
+        ("3.9.0", 'untested = ["kv_format=nvfp4"]\nuntested_queries = ["e4m3", "int8"]'),
+    )
+)
 
 
 def plant(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from portattn.backends.cuda.hopper_backward.variant import BackwardVariant
-from portattn.backends.cuda.hopper_forward.quantized_variants import Fp8Variant, Int8Variant
+from portattn.backends.cuda.hopper_forward.other_variants import Fp8Variant, Int8Variant, WideVariant
 from portattn.backends.cuda.hopper_forward.variant import ForwardVariant
-from portattn.backends.cuda.hopper_forward.wide_variant import WideVariant
 from portattn.backends.cuda.hopper_indexer.variant import IndexerVariant
 from portattn.backends.cuda.hopper_latent.variant import LatentVariant
 from portattn.backends.detection import first_line_matching, torch_device_properties, version_in

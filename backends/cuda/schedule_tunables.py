@@ -186,10 +186,14 @@ class BackwardTunable(ScheduleTunable[BackwardSchedule]):
 
     def flags(self, problem: Problem, base: Choice) -> Iterator[dict[str, Any]]:
         dim = backward.width(problem.head_dim)
-        always = {"after": base.flags["after"], "turns": False}  # variant.choice decides both
+        always = {"after": base.flags["after"], "turns": False, "apart": False}  # variant.choice decides the first two
         alone = {"messages": 0, "late": False, "stagger": 0, **always}
         for keys, stages in itertools.product(KEYS.get(dim, ()), STAGES):
             yield {"keys": keys, "stages": stages, **alone}
+        if not problem.features()["featured"]:  # groups apart compute no functions of scores
+            for messages, stagger in itertools.product(MESSAGES.get(dim, ())[1:], STAGGER):
+                each = {"keys": 128, "stages": 2, "messages": messages, "late": False, "stagger": stagger}
+                yield {**each, **always, "apart": True}
         for stages, messages, late, stagger in itertools.product(STAGES, MESSAGES.get(dim, ()), (True, False), STAGGER):
             yield {
                 "keys": 128, "stages": stages, "messages": messages, "late": late, "stagger": stagger, **always

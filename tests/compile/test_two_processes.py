@@ -82,7 +82,7 @@ def test_who_waited_for_another_processs_compile_does_not_compile_again(tmp_path
 ROOT = Path(__file__).parent.parent.parent
 # Launches by the options of another Step or of a KernelCall, or by a name that is made in the line before.
 TAKEN_OVER = [
-    "backends/cuda/hopper_forward/quantized_variants.py", "backends/cuda/hopper_forward/quantized_variants.py",
+    "backends/cuda/hopper_forward/other_variants.py", "backends/cuda/hopper_forward/other_variants.py",
     "backends/cuda/hopper_indexer/variant.py", "backends/cuda/hopper_latent/variant.py",
     "portattn/launch/cached_launch.py", "portattn/launch/run.py", "portattn/schema/lowering.py",
 ]  # fmt: skip

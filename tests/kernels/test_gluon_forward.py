@@ -11,7 +11,7 @@ from support import random_call
 from variantchip import assert_variant_right, device_for
 
 import portattn
-from portattn.backends.cuda.hopper_forward.quantized_variants import Fp8Variant, Int8Variant
+from portattn.backends.cuda.hopper_forward.other_variants import Fp8Variant, Int8Variant
 from portattn.launch.run import run_variant
 from portattn.planning.backend import Variant
 from portattn.schema.call import TENSORS

@@ -15,7 +15,7 @@ from test_quantised_accuracy import INPUTS, call_of, rms
 from variantchip import assert_variant_right, device_for
 
 import portattn
-from portattn.backends.cuda.hopper_forward.quantized_variants import Fp8Launcher, Int8Launcher
+from portattn.backends.cuda.hopper_forward.other_variants import Fp8Launcher, Int8Launcher
 from portattn.launch.run import launch_tensors, run_variant
 from portattn.testing.oracle import oracle
 from portattn.testing.tolerance import judge, nan_filled_memory, on_cpu

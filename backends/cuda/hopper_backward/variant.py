@@ -368,7 +368,7 @@ class _BackwardLauncher(StepLauncher):
             "APART": s.apart, "STAGGER": s.stagger, "TURNS": s.turns, "GROUPED": p.group > 1,
         }  # fmt: skip
         grid = (tiles * p.heads_k * slots(p),)
-        warps = 4 if s.apart else 8  # of the first group of those that compute
+        warps = 4 if s.apart else 8  # of the first group that computes
         return Step(scheduled_backward, grid, arguments, {"num_warps": warps, "maxnreg": REGISTERS, **FUSED}, roles)
 
     def _queries(self, tensors: Mapping[str, Any]) -> Step:

@@ -139,7 +139,6 @@ FORMS = {
 }
 PRODUCT = re.compile(r"HGMMA\.64x(\d+)x16\S* R(\d+), (R\d+|gdesc\[\w+\])")
 WRITES = re.compile(r"^(?:@!?U?P\w+ )?([A-Z][\w.]*) (?:U?P\w+, )?R(\d+)(?:\.reuse)?(?=,| ;)")
-OVER = re.compile(r"^WARPGROUP\.DEPBAR\.LE gsb0, 0x0|^(BRA|EXIT|BRX)\b")
 READERS = ("ST", "RED", "ATOMS", "BAR", "SYNCS", "UTMA", "R2UR", "WARPSYNC", "BRA", "NANOSLEEP", "CCTL")
 
 
@@ -160,19 +159,32 @@ def written(text):
     return range(int(found.group(2)), int(found.group(2)) + count)
 
 
+WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x[0-9a-f]+)")
+
+
 def overwritten(code):
-    """Instructions that write a left operand of a product before the wait for it."""
+    """Instructions that write a left operand of a product that may still run. Products run in groups: the last one of a
+    group names gsb0, and a wait leaves so many groups running."""
+    running: list[list[tuple[str, range]]] = []
+    group: list[tuple[str, range]] = []
     found = []
-    for place, text in enumerate(code):
+    for text in code:
+        wait = WAIT.match(text)
+        if wait:
+            left = int(wait.group(1), 16)
+            running = running[-left:] if left else []
+        found += [
+            f"{product} … {text}"
+            for product, operand in [*(one for each in running for one in each), *group]
+            if set(written(text)) & set(operand)
+        ]
         product = PRODUCT.search(text)
-        if not product or not product.group(3).startswith("R"):
-            continue
-        operand = range(int(product.group(3)[1:]), int(product.group(3)[1:]) + 4)
-        for later in code[place + 1 :]:
-            if OVER.match(later):
-                break
-            if set(written(later)) & set(operand):
-                found.append(f"{text} … {later}")
+        if product and product.group(3).startswith("R"):
+            first = int(product.group(3)[1:])
+            group.append((text, range(first, first + 4)))
+        if product and "gsb0" in text:
+            running.append(group)
+            group = []
     return found
 
 

@@ -1,7 +1,6 @@
 """The scheduled backward of sm_90: when it is planned, that it compiles clean, and its gradients on such a chip."""
 
 import dataclasses
-import re
 from typing import Any
 
 import msgspec
@@ -9,7 +8,7 @@ import pytest
 import torch
 from gluon_ptx import disassemble, nvdisasm
 from support import random_call
-from test_copies import PRODUCT, instructions, written
+from test_copies import PRODUCT, instructions, overwritten
 from variantchip import assert_variant_right, device_for
 
 import portattn
@@ -83,13 +82,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", TAKEN)
-def test_what_it_takes(name):
+def test_it_is_planned_before_the_core(name):
     assert VARIANT.rejects(TAKEN[name], SM_90) is None
     assert VARIANT.describe(TAKEN[name])["width"] in WIDTHS
-
-
-@pytest.mark.parametrize("name", TAKEN)
-def test_it_is_planned_before_the_core(name):
     made = plan(TAKEN[name], SM_90)
     assert (made.path, made.fell_back) == ("gluon_backward", False)
     assert plan(TAKEN[name], SM_90, settings=Settings(backend="triton")).path == "triton"
@@ -328,35 +323,6 @@ def test_a_variant_needs_matrix_instructions_in_one_of_its_kernels():
         assert all(gate.passed for gate in findings.check_variant(VARIANT, BASE, SM_90, kernels)) is passed
 
 
-WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x[0-9a-f]+)")
-
-
-def overwritten(code):
-    """Instructions that write a left operand of a product that may still run. Products run in groups: the last one of a
-    group names gsb0, and a wait leaves so many groups running."""
-    running: list[list[tuple[str, range]]] = []
-    group: list[tuple[str, range]] = []
-    found = []
-    for text in code:
-        wait = WAIT.match(text)
-        if wait:
-            left = int(wait.group(1), 16)
-            running = running[-left:] if left else []
-        found += [
-            f"{product} … {text}"
-            for product, operand in [*(one for each in running for one in each), *group]
-            if set(written(text)) & set(operand)
-        ]
-        product = PRODUCT.search(text)
-        if product and product.group(3).startswith("R"):
-            first = int(product.group(3)[1:])
-            group.append((text, range(first, first + 4)))
-        if product and "gsb0" in text:
-            running.append(group)
-            group = []
-    return found
-
-
 @pytest.mark.compiles
 @pytest.mark.parametrize(
     "form", ["64, full", "128, causal", "128, repeatable", "128, in turns, causal", "128, function, causal"]
@@ -457,17 +423,19 @@ def test_repeatable_gradients_are_bit_equal(chip, form, head_dim):
     assert_repeats(random_call(p, 5, device=chip.name), 50)
 
 
+def sized(name, **fields):
+    if name in SIZES:
+        return problem(**SIZES[name] | fields)
+    return problem(PACKED, **fields, window_left=30 if "window" in name else -1)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", ["none", "bottom_right", "top_left"])
 @pytest.mark.parametrize("head_dim", [40, 64, 128])
 @pytest.mark.parametrize("name", [*SIZES, "packed", "packed, window"])
 def test_gradients_in_turns(chip, monkeypatch, name, head_dim, causal):
     monkeypatch.setattr(backward, "in_turns", lambda p, keys: True)
-    fields: dict[str, Any] = {"head_dim": head_dim, "head_dim_v": head_dim, "causal": causal, "deterministic": True}
-    if name in SIZES:
-        p = problem(**SIZES[name] | fields)
-    else:
-        p = problem(PACKED, **fields, window_left=30 if "window" in name else -1)
+    p = sized(name, head_dim=head_dim, head_dim_v=head_dim, causal=causal, deterministic=True)
     assert choice(p, TIMED_WITH).schedule.turns
     call = random_call(p, 1, device=chip.name)
     assert_variant_right(VARIANT, call)
@@ -482,11 +450,7 @@ def test_gradients_of_groups_apart(chip, monkeypatch, name, head_dim, causal):
     """Also of problems that have another schedule: the fewest steps, every mask, and lengths within a tile."""
     schedule = BackwardSchedule(keys=128, stages=2, messages=2 if head_dim <= 64 else 4, apart=True)
     monkeypatch.setattr(backward, "choice", lambda p, toolchain: backward.TimedBackwardSchedule(schedule, ""))
-    fields: dict[str, Any] = {"head_dim": head_dim, "head_dim_v": head_dim, "causal": causal}
-    if name in SIZES:
-        p = problem(**SIZES[name] | fields | {"deterministic": False})
-    else:
-        p = problem(PACKED, **fields, window_left=30 if "window" in name else -1)
+    p = sized(name, head_dim=head_dim, head_dim_v=head_dim, causal=causal, deterministic=False)
     assert_variant_right(VARIANT, random_call(p, 1, device=chip.name))
 
 

@@ -8,7 +8,7 @@ import pytest
 import test_gluon_forms as wide
 
 from portattn import Problem
-from portattn.backends.cuda.hopper_forward.quantized_variants import Fp8Variant, Int8Variant
+from portattn.backends.cuda.hopper_forward.other_variants import Fp8Variant, Int8Variant
 from portattn.backends.cuda.hopper_forward.variant import choice
 from portattn.compile.ensure_compiled import compile_in
 from portattn.config import Settings

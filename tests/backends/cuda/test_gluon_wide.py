@@ -11,7 +11,7 @@ from variantchip import assert_variant_right, device_for
 
 import portattn
 from portattn import Problem
-from portattn.backends.cuda.hopper_forward.wide_variant import WideVariant
+from portattn.backends.cuda.hopper_forward.other_variants import WideVariant
 from portattn.config import Settings
 from portattn.planning.planner import plan
 from portattn.planning.registry import parse_target

@@ -62,7 +62,7 @@ def test_schedules_of_gradients_add_dq_in_parts_or_leave_it_to_a_kernel_of_its_o
     assert not any(flags["turns"] for flags in found)
     assert {flags["stagger"] for flags in found if flags["messages"]} == ({0, 4, 8, 16} if dim <= 128 else set())
     with pytest.raises(NotBuilt, match="messages must not be 0"):
-        tunable.build(problem, Choice(flags={**found[0], "messages": 0, "late": True}), target)
+        tunable.build(problem, Choice(flags={**found[0], "apart": False, "messages": 0, "late": True}), target)
 
 
 def test_a_schedule_of_two_problems_is_not_one_candidate_and_repeatable_gradients_have_none(target):
