@@ -4,6 +4,7 @@ of dQ gets the additions of all blocks that see it, always in the order of their
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import random
@@ -24,6 +25,8 @@ from portattn.backends.cuda.hopper_backward import variant as backward
 from portattn.backends.cuda.hopper_backward.variant import LOG2E, BackwardVariant
 from portattn.backends.cuda.schedules import ALIBI, BENT, function_source, gradient_source
 from portattn.kernels.score_program import load_function
+from portattn.launch import meta_call
+from portattn.launch.kernelcall import CAP
 from portattn.launch.run import launch_tensors
 from portattn.reference.score_functions import evaluate
 from portattn.schema.call import Call
@@ -408,3 +411,33 @@ def test_derivatives_of_scores(text: str) -> None:
     torch.testing.assert_close(made.double(), weights.detach(), rtol=2e-5, atol=1e-9)
     made = kernel.with_derivative(made, products, found, 1, head, rows, keys, scale, cap, form)
     torch.testing.assert_close(made.double(), expected, rtol=2e-5, atol=1e-7)
+
+
+HALVED = "t0 i sub q_idx kv_idx\nt1 i abs t0\nt2 b gt t1 3\nt3 f mul score 0.5\nt4 f where t2 t3 -inf\nout t4"
+
+
+def test_a_choice_of_minus_infinity_has_no_part_in_a_derivative():
+    halved = gradient_source(problem(score_mod=HALVED))
+    assert halved is not None
+    assert halved.splitlines()[-2:] == ["    t5 = grad * 0.5", "    return t5"]
+    assert gradient_source(problem(score_mod=HALVED.replace("t2 t3 -inf", "t2 -inf score"))) is None
+    assert "tanh(score)" in (gradient_source(problem(score_mod=BENT)) or "")
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, (0.125 * LOG2E, 0.0)),
+        ({"score_mod": BENT}, (0.125, 0.0)),
+        ({"softcap": True}, (0.125 / CAP, LOG2E * CAP)),
+    ],
+)
+def test_scales_of_products(fields, expected):
+    """Caps and functions take natural scores, and kernels powers of 2."""
+    for deterministic in (False, True):
+        call = dataclasses.replace(meta_call(problem(**fields, deterministic=deterministic)), scale=0.125)
+        launcher = BackwardVariant().described(call)
+        steps = launcher.steps(launch_tensors(call) | launcher.fresh(call.q))
+        found = [step.arguments for step in steps if step.kernel.__name__.startswith("scheduled_")]
+        assert len(found) == 1 + deterministic
+        assert {(each["scale"], each["softcap"], each["factor"]) for each in found} == {(*expected, 0.125)}
