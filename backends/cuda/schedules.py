@@ -5,8 +5,6 @@ Releases outside verified.toml are tried: if a compile or a canary fails, the co
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -132,13 +130,16 @@ def function_reasons(p: Problem) -> dict[str, bool]:
     """Return the reasons why a variant takes no functions or lists of blocks of a problem, and whether each holds."""
     nodes = [node for text in (p.score_mod, p.mask_mod) if text for node in parse(text).nodes]
     spilled, count = sorted({node.op for node in nodes} & SPILLED), len(nodes)
-    slope = len(parse(gradient(_without_hiding(p.score_mod))).nodes) if p.backward and p.score_mod else 0
+    slope = len(parse(gradient(p.score_mod)).nodes) if p.backward and p.score_mod else 0
+    infinite = any(word.lstrip("-") == "inf" for node in nodes for word in node.operands)
     captures = any(parse(text).captures for text in (p.score_mod, p.mask_mod) if text)
     loads = any(map(_loads_for_each_score, (p.score_mod, p.mask_mod)))
     limited = p.causal != "none" or p.window or p.seqlens_q or p.seqlens_k
     return {
         f"takes functions of attention alone, not of {p.op}": p.op not in ("attention", "attention_backward"),
         "takes no gradients of functions that read tensors": p.backward and captures,
+        # A row without keys may hold NaN in dO, and the kernel knows such rows by masks alone.
+        "takes no gradients of functions that may hide keys": p.backward and infinite,
         f"takes functions without {', '.join(spilled)}": bool(spilled),
         "takes functions that read tensors by query or by key, not by both": loads,
         f"takes functions of at most {MOST_OPERATIONS} operations, not {count}": count > MOST_OPERATIONS,
@@ -168,22 +169,10 @@ def vector_source(p: Problem, text: str, long: tuple[int, ...]) -> str | None:
 
 
 def gradient_source(p: Problem) -> str | None:
-    """Return the source of the derivative of a problem's score function; None where that is 1, or there is none.
-
-    Where the function hides a key P is 0, and dS with it: the last choices of -inf are left out of the derivative."""
-    shown = _without_hiding(p.score_mod) if p.score_mod else ""
-    if not shown or gradient(shown) == "out grad":
+    """Return the source of the derivative of a problem's score function; None where that is 1, or there is none."""
+    if not p.score_mod or gradient(p.score_mod) == "out grad":
         return None
-    return python_source(shown, derivative=True, floats=most(p.seq_q, p.seq_k) <= FLOAT_INDICES)
-
-
-@functools.lru_cache(maxsize=1024)
-def _without_hiding(text: str) -> str:
-    program = parse(text)
-    nodes, result = {node.name: node for node in program.nodes}, program.result
-    while (node := nodes.get(result)) and node.op == "where" and "-inf" in node.operands[1:]:
-        result = node.operands[1 if node.operands[2] == "-inf" else 2]
-    return str(dataclasses.replace(program, result=result))
+    return python_source(p.score_mod, derivative=True, floats=most(p.seq_q, p.seq_k) <= FLOAT_INDICES)
 
 
 # Small problems for the variants' canaries: each form of the kernels' loops once, by lengths and Triton's release.
