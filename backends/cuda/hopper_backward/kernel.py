@@ -3,8 +3,8 @@
 A block per tile of keys and key head, for all query heads of the head's group:
 
     producer   one warp: brings K and V, then tile after tile of Q, its statistics and dO, through TMA
-    consumer   eight warps: the products (consumer.py), or two groups of four half a step apart (apart.py); dK and dV stay
-               in their registers
+    consumer   eight warps: the products (consumer.py), or two groups of four half a step apart (apart.py); dK and dV
+               stay in their registers
     writer     one warp, or two in turns: adds tiles of dQ to float32 sums in memory, by TMA's reduction
 
 The sums' order is not the same every time, so that dQ is not repeatable bit by bit. Where that is asked for, blocks add
