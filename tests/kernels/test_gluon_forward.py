@@ -62,7 +62,7 @@ def of(kind, head_dim=128, base=BASE, **fields):
     if kind == "int8":
         fields["softcap"] = False
     if kind != "16 bits":
-        fields |= {"score_mod": "", "mask_mod": "", "block_mask": False, "block_q": 0, "block_k": 0}
+        fields |= {"score_mod": "", "mask_mod": "", "block_mask": False, "block_q": 128, "block_k": 128}
     return problem(base, **{"head_dim": head_dim, "head_dim_v": head_dim} | KINDS[kind].fields | fields)
 
 

@@ -109,12 +109,13 @@ def quick() -> list[NamedProblem]:
         dense(dtype="fp16", head_dim=64, causal="bottom_right"), dense("GQA", **CAUSAL, heads_k=4),
         dense("padded, LSE", dtype="fp16", head_dim=80, return_lse=True, **PADDED), dense(dtype="fp32", head_dim=64),
         dense("functions", **WIDE, **FUNCTIONS), varlen("window, softcap", **CAUSAL, softcap=True, **WINDOW),
-        gradients("GQA", **CAUSAL, heads_k=2), decode("GQA", **WIDE), paged("GQA", **WIDE, page_size=16),
-        gradients("functions", **WIDE, **FUNCTIONS, block_mask=True, grad_captured=1), append(**WIDE),
-        packed_gradients(dtype="fp16", head_dim=64, causal="bottom_right"), mla(**LATENT), topk(dtype="fp32"),
-        sparse("weights", dtype="fp16", head_dim=128, log_weights=True), indexer("e4m3, scales token", **WIDE, **E4M3),
-        *(make(**CAUSAL) for make in (blocks, block_gradients)),
+        gradients("GQA", **CAUSAL, heads_k=2),
+        gradients("functions", **WIDE, **FUNCTIONS, block_mask=True, grad_captured=1),
+        packed_gradients(dtype="fp16", head_dim=64, causal="bottom_right"), decode("GQA", **WIDE),
+        paged("GQA", **WIDE, page_size=16), sparse("weights", dtype="fp16", head_dim=128, log_weights=True),
+        *(make(**CAUSAL) for make in (blocks, block_gradients)), mla(**LATENT), append(**WIDE),
         write("rotary, e4m3 cache, scales token", **WIDE, **E4M3, **ROTARY),
+        indexer("e4m3, scales token", **WIDE, **E4M3), topk(dtype="fp32"),
     ]  # fmt: skip
 
 

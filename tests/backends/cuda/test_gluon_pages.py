@@ -396,8 +396,8 @@ def test_what_was_timed_takes_the_entry_that_says_so():
 
 @pytest.mark.parametrize("release", ["3.6.0", "3.7.1", "3.8.0", "3.9.0"])
 def test_gradients_of_grouped_heads_and_repeatable_ones_have_no_release_of_their_own(release):
-    """Which blocks add to dQ at a time depends on both, and neither was searched by release. Groups apart were timed with
-    3.6.0 alone, also of grouped heads."""
+    """Which blocks add to dQ at a time depends on both, and neither was searched by release. Groups apart were timed
+    with 3.6.0 alone, also of grouped heads."""
     toolchain = Toolchain.parse(f"triton=={release}")
     for dim, causal, rows, (heads_k, repeats) in itertools.product(
         (64, 128), ("none", "bottom_right"), (512, 1024, 4096, 16384), ((2, False), (16, True), (2, True))
