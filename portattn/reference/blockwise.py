@@ -375,7 +375,7 @@ def run_backward(call: Call) -> tuple[torch.Tensor, None]:
         if memory is None:
             continue
         gradient = found[name]
-        axes = [axis for axis in range(4) if memory.shape[axis] != gradient.shape[axis]]  # of a broadcast bias
+        axes = [axis for axis, size in enumerate(memory.shape) if size != gradient.shape[axis]]  # of a broadcast bias
         memory.copy_(gradient.sum(axes, keepdim=True) if axes else gradient)
     if call.grad_slopes is not None:
         _put_first(call, found["alibi_slopes"], call.grad_slopes)

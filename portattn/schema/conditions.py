@@ -18,7 +18,7 @@ from portattn.schema.problem_limits import ASKED, KvFormat, KvScales, Rotary
 FLAGS = frozenset(
     {
         *ASKED, "causal", "gqa", "paged", "packed", "window", "chunk", "featured", "aligned", "words", "large",
-        "dropout", "deterministic", "score_mod", "mask_mod",
+        "dropout", "deterministic", "score_mod", "mask_mod", "grad_captured",
     }
 )  # fmt: skip
 NUMBERS = frozenset(

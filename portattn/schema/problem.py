@@ -410,7 +410,7 @@ class Problem(Flags, metaclass=_ByKeyword, frozen=True, kw_only=True, forbid_unk
             "large": self.large,
             "dropout": self.dropout,
             "deterministic": self.deterministic,
-            **{name: bool(getattr(self, name)) for name in MODS},
+            **{name: bool(getattr(self, name)) for name in (*MODS, "grad_captured")},
             "batch": batch,
             "heads_q": self.heads_q,
             "heads_k": self.heads_k,
