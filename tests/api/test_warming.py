@@ -40,7 +40,7 @@ def test_a_tensor_is_described_given_or_meta():
         0, "sdpa", "", "", False, False, "",
     )  # fmt: skip
     assert (one.call, report.failed) == ("attention q (1,2,8,16) kv (1,2,8,16) fp32", ())
-    assert report.seconds >= one.seconds > 0
+    assert report.seconds >= one.seconds >= 0
     assert calls == ["planning 1 of 1", f"running 1 of 1: {one.call}"]
     assert bool((q == 3.0).all()), "a given tensor is only read"
 
