@@ -191,8 +191,8 @@ class BackwardTunable(ScheduleTunable[BackwardSchedule]):
         for keys, stages in itertools.product(KEYS.get(dim, ()), STAGES):
             yield {"keys": keys, "stages": stages, **alone}
         if not problem.features()["featured"]:  # groups apart compute no functions of scores
-            for messages, stagger in itertools.product(MESSAGES.get(dim, ())[1:], STAGGER):
-                each = {"keys": 128, "stages": 2, "messages": messages, "late": False, "stagger": stagger}
+            for messages in MESSAGES.get(dim, ())[1:]:
+                each = {"keys": 128, "stages": 2, "messages": messages, "late": False, "stagger": 0}
                 yield {**each, **always, "apart": True}
         for stages, messages, late, stagger in itertools.product(STAGES, MESSAGES.get(dim, ()), (True, False), STAGGER):
             yield {

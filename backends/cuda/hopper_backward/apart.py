@@ -1,4 +1,4 @@
-"""The consumers of the Hopper backward as two warp groups of 64 keys each, half a step apart.
+"""The Hopper backward by two warp groups of 64 keys each, half a step apart, over many blocks of keys.
 
 One group's products run while the other computes exponentials. Both meet once a step, at different places of theirs:
 
@@ -10,6 +10,11 @@ compute dQ(i-1), and group 1 dQ(i) as soon as its own dS(i) is stored. dS has tw
 group 1 reads dS(i). Group 1 read dS(i-1), whose buffer it is, before meeting i.
 
 Of a tile's dQ each group computes 64 rows (ROWS = 128), or half the columns of 64 rows.
+
+A program stays on its multiprocessor and draws blocks of keys, so that a block's K, V and first query tile are on their
+way while the block before is computed, and dK and dV are stored by the writer while the next one is. Started anew for
+each block, a program waited 4,000 to 5,000 cycles for its first tiles, and 2,500 at its end; a step takes 3,500 to
+3,900 (H200, D = 64 and 128, S = 1,024).
 """
 
 from triton.experimental import gluon
@@ -17,11 +22,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from portattn.backends.cuda.gluon_names import arrive, sync
+from portattn.backends.cuda.gluon_names import aggregate, arrive, load, reduce_add, store, sync
 from portattn.backends.cuda.hopper_backward.consumer import (
     DO_FREE,
     PARTY,
@@ -29,9 +35,8 @@ from portattn.backends.cuda.hopper_backward.consumer import (
     THREADS,
     TOGETHER,
     clear_rows_outside,
-    rows_stored,
 )
-from portattn.backends.cuda.hopper_backward.tile_scheduler import first_seen, query_tiles, work_of
+from portattn.backends.cuda.hopper_backward.tile_scheduler import first_seen, query_tiles, rows_loaded, work_of
 from portattn.backends.cuda.hopper_forward.tile_scheduler import attention_mask, last_seen
 
 # Named barriers beside consumer.py's: half g of a tile of dQ lies in shared memory; its memory may be written again.
@@ -41,12 +46,192 @@ MEETING: gl.constexpr = gl.constexpr(15)
 HALF_PARTY: gl.constexpr = gl.constexpr(128 + 32)  # a group, and the writer
 CONSUMER: gl.constexpr = gl.constexpr(240)  # registers of a thread
 HALF: gl.constexpr = gl.constexpr(64)  # keys of a group
+_ONE: gl.constexpr = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@aggregate
+class ApartSharedMemory:
+    """Of block t of keys, K lies in buffer t & 1, and V in buffer t & (VALUES - 1): with 64 columns there are two."""
+
+    VALUES: gl.constexpr
+    q: gl.shared_memory_descriptor  # [STAGES][1, 1, ROWS, DIM]
+    do: gl.shared_memory_descriptor  # [STAGES][1, 1, ROWS, DIM]
+    k: gl.shared_memory_descriptor  # [2][1, 1, KEYS, DIM]; at a block's end dK
+    v: gl.shared_memory_descriptor  # [VALUES][1, 1, KEYS, DIM]; at a block's end dV
+    statistics: gl.shared_memory_descriptor  # [STAGES][2, ROWS] float32: LSE in powers of 2, delta
+    ds: gl.shared_memory_descriptor  # [2][KEYS, ROWS]
+    dq: gl.shared_memory_descriptor  # [ROWS·DIM/256, 256] float32, in the order of `_put`
+    q_full: gl.shared_memory_descriptor  # [STAGES] mbarriers: Q and the statistics
+    do_full: gl.shared_memory_descriptor  # [STAGES]: dO, and with a block's first one V
+    k_full: gl.shared_memory_descriptor  # [2]: the block's number, and K if some query sees it
+    k_free: gl.shared_memory_descriptor  # [2]: dK has been stored
+    v_free: gl.shared_memory_descriptor  # [VALUES]: dV has been stored
+    dv_full: gl.shared_memory_descriptor  # [1]
+    dk_full: gl.shared_memory_descriptor  # [1]
+    number: gl.shared_memory_descriptor  # [2][1] int32: numbers of blocks of keys; behind the last one any greater
+
+    @gluon.constexpr_function
+    def __init__(self, VALUES, q, do, k, v, statistics, ds, dq, q_full, do_full, k_full, k_free, v_free, dv_full,
+                 dk_full, number):  # fmt: skip
+        self.VALUES = gl.constexpr(VALUES)
+        self.q, self.do, self.k, self.v, self.statistics, self.ds, self.dq = q, do, k, v, statistics, ds, dq
+        self.q_full, self.do_full, self.k_full, self.k_free, self.v_free = q_full, do_full, k_full, k_free, v_free
+        self.dv_full, self.dk_full, self.number = dv_full, dk_full, number
+
+
+@gluon.jit
+def _barriers(count: gl.constexpr, arrivals: gl.constexpr):
+    made = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
+    for j in gl.static_range(count):
+        mbarrier.init(made.index(j), count=arrivals)
+    return made
+
+
+@gluon.jit
+def _shared_memory(q_desc, do_desc, k_desc, v_desc, statistics_desc, dq_desc, form):
+    dtype: gl.constexpr = q_desc.dtype
+    values: gl.constexpr = 2 if form.DIM == 64 else 1
+    across: gl.constexpr = gl.NVMMASharedLayout.get_default_for([form.KEYS, form.ROWS], dtype)
+    return ApartSharedMemory(
+        values,
+        gl.allocate_shared_memory(dtype, [form.STAGES, 1, 1, form.ROWS, form.DIM], q_desc.layout),
+        gl.allocate_shared_memory(dtype, [form.STAGES, 1, 1, form.ROWS, form.DIM], do_desc.layout),
+        gl.allocate_shared_memory(dtype, [2, 1, 1, form.KEYS, form.DIM], k_desc.layout),
+        gl.allocate_shared_memory(dtype, [values, 1, 1, form.KEYS, form.DIM], v_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [form.STAGES, 2, form.ROWS], statistics_desc.layout),
+        gl.allocate_shared_memory(dtype, [2, form.KEYS, form.ROWS], across),
+        gl.allocate_shared_memory(gl.float32, [form.ROWS * form.DIM // 256, 256], dq_desc.layout),
+        _barriers(form.STAGES, 1),
+        _barriers(form.STAGES, 1),
+        _barriers(2, 1),
+        _barriers(2, 1),
+        _barriers(values, 1),
+        _barriers(1, 2),
+        _barriers(1, 2),
+        gl.allocate_shared_memory(gl.int32, [2, 1], _ONE),
+    )
+
+
+@gluon.jit
+def _number(t, shared, WARPS: gl.constexpr):
+    """Wait for the number of block t of the program, and return it."""
+    mbarrier.wait(shared.k_full.index(t & 1), (t >> 1) & 1)
+    return gl.max(shared.number.index(t & 1).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
+
+
+@gluon.jit
+def _blocks(sizes):
+    return sizes.tiles * sizes.heads * sizes.batches
+
+
+@gluon.jit
+def _produce(q_desc, do_desc, k_desc, v_desc, edge_q_desc, edge_do_desc, statistics_desc, drawn, sizes, shared, form):
+    """Draw blocks of keys, and load keys, values and query tiles, by one warp."""
+    values: gl.constexpr = shared.VALUES
+    number, t, i = gl.program_id(0), gl.to_tensor(0), gl.to_tensor(0)
+    while number < _blocks(sizes):
+        mbarrier.wait(shared.k_free.index(t & 1), ((t >> 1) & 1) ^ 1)
+        shared.number.index(t & 1).store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+        work = work_of(number, sizes, form, form.KEYS, True, 1)
+        tiles = query_tiles(work, sizes, form)
+        steps = (tiles.end - tiles.begin) * sizes.share
+        key = work.k_first + work.start
+        if steps > 0:
+            mbarrier.expect(shared.k_full.index(t & 1), form.KEYS * form.DIM * 2)
+            load(k_desc, [work.slot, work.head, key, 0], shared.k_full.index(t & 1), shared.k.index(t & 1))
+        else:
+            mbarrier.arrive(shared.k_full.index(t & 1))
+            mbarrier.wait(shared.v_free.index(t & (values - 1)), ((t >> (values - 1)) & 1) ^ 1)
+        m, head = tiles.begin, work.head * sizes.share
+        for j in range(steps):
+            slot = i & 1
+            tile = (work.slot * sizes.heads * sizes.share + head) * sizes.query_tiles + work.tile + m
+            sync(Q_FREE + slot, PARTY)
+            q_full = shared.q_full.index(slot)
+            mbarrier.expect(q_full, form.ROWS * (form.DIM * 2 + 8))
+            rows_loaded(q_desc, edge_q_desc, work, head, m, q_full, shared.q.index(slot), sizes, form)
+            load(statistics_desc, [tile * 2, 0], q_full, shared.statistics.index(slot))
+            sync(DO_FREE + slot, PARTY)
+            do_full = shared.do_full.index(slot)
+            if j == 0:
+                mbarrier.wait(shared.v_free.index(t & (values - 1)), ((t >> (values - 1)) & 1) ^ 1)
+                mbarrier.expect(do_full, (form.ROWS + form.KEYS) * form.DIM * 2)
+                load(v_desc, [work.slot, work.head, key, 0], do_full, shared.v.index(t & (values - 1)))
+            else:
+                mbarrier.expect(do_full, form.ROWS * form.DIM * 2)
+            rows_loaded(do_desc, edge_do_desc, work, head, m, do_full, shared.do.index(slot), sizes, form)
+            i += 1
+            m += 1
+            if m == tiles.end:
+                m, head = tiles.begin, head + 1
+        number = gl.num_programs(0) + gl.atomic_add(drawn, 1, sem="relaxed", scope="gpu")
+        t += 1
+    mbarrier.wait(shared.k_free.index(t & 1), ((t >> 1) & 1) ^ 1)
+    shared.number.index(t & 1).store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    mbarrier.arrive(shared.k_full.index(t & 1))
+    for j in gl.static_range(form.STAGES):  # the last arrivals, for which nothing is loaded
+        sync(Q_FREE + j, PARTY)
+        sync(DO_FREE + j, PARTY)
+
+
+@gluon.jit
+def _half_added(dq_desc, tile, shared, half: gl.constexpr, form):
+    """Add a group's half of a tile of dQ to memory."""
+    count: gl.constexpr = form.MESSAGES // 2
+    rows: gl.constexpr = form.ROWS * form.DIM // 256 // form.MESSAGES
+    arrive(HALF_FREE + half, HALF_PARTY)
+    sync(HALF_FULL + half, HALF_PARTY)
+    for part in gl.static_range(half * count, half * count + count):
+        reduce_add(dq_desc, [(tile * form.MESSAGES + part) * rows, 0], shared.dq.slice(part * rows, rows))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _write(dq_desc, dk_desc, dv_desc, sizes, shared, form):
+    """Add dQ's tiles to memory, of each the second group's half first, and store dK and dV, by one warp."""
+    values: gl.constexpr = shared.VALUES
+    t = gl.to_tensor(0)
+    number = _number(t, shared, 1)
+    while number < _blocks(sizes):
+        work = work_of(number, sizes, form, form.KEYS, True, 1)
+        tiles = query_tiles(work, sizes, form)
+        steps = (tiles.end - tiles.begin) * sizes.share
+        m = tiles.begin
+        tile = (work.slot * sizes.heads + work.head) * sizes.share * sizes.query_tiles + m
+        for _j in range(steps - 1):
+            _half_added(dq_desc, tile, shared, 1, form)
+            _half_added(dq_desc, tile, shared, 0, form)
+            m += 1
+            tile += 1
+            if m == tiles.end:
+                m, tile = tiles.begin, tile + sizes.query_tiles - (tiles.end - tiles.begin)
+        if steps > 0:
+            _half_added(dq_desc, tile, shared, 1, form)
+        mbarrier.wait(shared.dv_full.index(0), t & 1)
+        store(dv_desc, [work.slot, work.head, work.start, 0], shared.v.index(t & (values - 1)))
+        tma.store_wait(0)
+        mbarrier.arrive(shared.v_free.index(t & (values - 1)))
+        if steps > 0:
+            _half_added(dq_desc, tile, shared, 0, form)
+        mbarrier.wait(shared.dk_full.index(0), t & 1)
+        store(dk_desc, [work.slot, work.head, work.start, 0], shared.k.index(t & 1))
+        tma.store_wait(0)
+        mbarrier.arrive(shared.k_free.index(t & 1))
+        t += 1
+        number = _number(t, shared, 1)
+
+
+@gluon.jit
+def _hidden(n):
+    """Return a number as unknown to the compiler, which computes anew what follows from it: else registers that all
+    steps have in common are spilled."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [n], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def _masked(p, m, group: gl.constexpr, work, sizes, form):
     """Return P of a tile in which some row does not see all of the keys."""
-    first = work.start + group * HALF
+    first = _hidden(work.start + group * HALF)
     keys = gl.expand_dims(first + gl.arange(0, HALF, gl.SliceLayout(1, form.SCORES)), 1)
     rows = gl.arange(0, form.ROWS, gl.SliceLayout(0, form.SCORES))
     rows = gl.expand_dims(m * form.ROWS + rows, 0)
@@ -54,12 +239,12 @@ def _masked(p, m, group: gl.constexpr, work, sizes, form):
 
 
 @gluon.jit
-def _gradients_of_scores(i, m, work, scale, sizes, shared, group: gl.constexpr, masked: gl.constexpr, form):
+def _gradients_of_scores(i, t, m, work, scale, sizes, shared, group: gl.constexpr, masked: gl.constexpr, form):
     """Compute P and dS of a tile, as operands of dV and dK, and store dS. dP begins at -delta."""
     dtype: gl.constexpr = shared.k.dtype
     slot, phase = i & 1, (i >> 1) & 1
-    k = shared.k.reshape([form.KEYS, form.DIM]).slice(group * HALF, HALF)
-    v = shared.v.reshape([form.KEYS, form.DIM]).slice(group * HALF, HALF)
+    k = shared.k.index(t & 1).reshape([form.KEYS, form.DIM]).slice(group * HALF, HALF)
+    v = shared.v.index(t & (shared.VALUES - 1)).reshape([form.KEYS, form.DIM]).slice(group * HALF, HALF)
     q = shared.q.index(slot).reshape([form.ROWS, form.DIM]).permute((1, 0))
     do = shared.do.index(slot).reshape([form.ROWS, form.DIM]).permute((1, 0))
     zeros = gl.zeros([HALF, form.ROWS], gl.float32, form.SCORES)
@@ -81,10 +266,10 @@ def _gradients_of_scores(i, m, work, scale, sizes, shared, group: gl.constexpr, 
 
 
 @gluon.jit
-def _dq(buffer, shared, group: gl.constexpr, form):
+def _dq(buffer, t, shared, group: gl.constexpr, form):
     """Begin the group's half of dQ of the tile whose dS lies in a buffer."""
     ds = shared.ds.index(buffer).permute((1, 0))
-    k = shared.k.reshape([form.KEYS, form.DIM])
+    k = shared.k.index(t & 1).reshape([form.KEYS, form.DIM])
     if form.ROWS == 128:
         zeros = gl.zeros([64, form.DIM], gl.float32, form.QUERIES)
         dq = warpgroup_mma(ds.slice(group * 64, 64), k, zeros, use_acc=False, is_async=True)
@@ -111,21 +296,26 @@ def _put(dq, shared, group: gl.constexpr, form):
 
 
 @gluon.jit
-def _step(i, m, dk, dv, work, scale, sizes, shared, group: gl.constexpr, masked: gl.constexpr, form):
+def _step(i, place, m, dk, dv, work, scale, sizes, shared, group: gl.constexpr, masked: gl.constexpr, form):
+    """Process a tile. place: the block's number in the program, its first step and its last one."""
+    t, first, last = place
+    t = _hidden(t)  # addresses of K, for each product
     slot = i & 1
     if group == 1:
         sync(MEETING, THREADS)
-    weights, ds = _gradients_of_scores(i, m, work, scale, sizes, shared, group, masked, form)
+    weights, ds = _gradients_of_scores(i, t, m, work, scale, sizes, shared, group, masked, form)
     if group == 0:
         sync(MEETING, THREADS)
-        dq = _dq((i & 1) ^ 1, shared, group, form)
+        dq = _dq((i & 1) ^ 1, t, shared, group, form)
     else:
-        dq = _dq(i & 1, shared, group, form)
+        if i == last:
+            arrive(MEETING, THREADS)  # group 0 may compute its half of the block's last dQ
+        dq = _dq(i & 1, t, shared, group, form)
     dv = warpgroup_mma(weights, shared.do.index(slot).reshape([form.ROWS, form.DIM]), dv, is_async=True)
     dk = warpgroup_mma(ds, shared.q.index(slot).reshape([form.ROWS, form.DIM]), dk, is_async=True)
     dq = warpgroup_mma_wait(2, deps=[dq])
     if group == 0:
-        if i > 0:
+        if i > first:
             _put(dq, shared, group, form)
     else:
         _put(dq, shared, group, form)
@@ -137,70 +327,89 @@ def _step(i, m, dk, dv, work, scale, sizes, shared, group: gl.constexpr, masked:
 
 
 @gluon.jit
-def _tiles_of_head(i, dk, dv, tiles, work, scale, sizes, shared, group: gl.constexpr, form):
+def _tiles_of_head(i, place, dk, dv, tiles, work, scale, sizes, shared, group: gl.constexpr, form):
     """Do the steps of a query head, those with a mask in loops of their own: a branch would take registers from all."""
-    for m in range(tiles.begin, tiles.clean):
-        dk, dv = _step(i, m, dk, dv, work, scale, sizes, shared, group, True, form)
-        i += 1
-    for m in range(tiles.clean, tiles.unclean):
-        dk, dv = _step(i, m, dk, dv, work, scale, sizes, shared, group, False, form)
-        i += 1
+    head = i - tiles.begin  # the step of the head's query tile 0
+    for j in range(i, head + tiles.clean):
+        dk, dv = _step(j, place, j - head, dk, dv, work, scale, sizes, shared, group, True, form)
+    for j in range(head + tiles.clean, head + tiles.unclean):
+        dk, dv = _step(j, place, j, dk, dv, work, scale, sizes, shared, group, False, form)
     if form.LEFT:
-        for m in range(tiles.unclean, tiles.end):
-            dk, dv = _step(i, m, dk, dv, work, scale, sizes, shared, group, True, form)
-            i += 1
-    return i, dk, dv
+        for j in range(head + tiles.unclean, head + tiles.end):
+            dk, dv = _step(j, place, j - head, dk, dv, work, scale, sizes, shared, group, True, form)
+    return head + tiles.end, dk, dv
 
 
 @gluon.jit
-def consume_half(dk_desc, dv_desc, grad_k, grad_v, dk_strides, dv_strides, scale, factor, sizes, shared,
-                 group: gl.constexpr, form):  # fmt: skip
-    """Compute dK and dV of half a block's keys, and half of each tile of dQ, by four warps."""
+def _consume(scale, factor, sizes, shared, group: gl.constexpr, form):
+    """Compute dK and dV of half of each block's keys, and half of each tile of dQ, by four warps."""
     dtype: gl.constexpr = shared.k.dtype
     gl.static_assert(form.STAGES == 2)
     for j in gl.static_range(form.STAGES):  # every buffer starts free
         arrive(Q_FREE + j, PARTY)
         arrive(DO_FREE + j, PARTY)
-    work = work_of(gl.program_id(0), sizes, form, form.KEYS, True, 4)
-    tiles = query_tiles(work, sizes, form)
-    steps = (tiles.end - tiles.begin) * sizes.share
-    k = shared.k.reshape([form.KEYS, form.DIM]).slice(group * HALF, HALF)
-    v = shared.v.reshape([form.KEYS, form.DIM]).slice(group * HALF, HALF)
-    mbarrier.wait(shared.kv_full.index(0), 0, pred=steps > 0)
-    mbarrier.wait(shared.kv_full.index(1), 0, pred=steps > 0)
-    if form.UNSEEN:
-        first = work.start + group * HALF
-        begin, end = first_seen(work, sizes, form) - first, last_seen(work, sizes, form) - first
-        if (steps > 0) & ((begin > 0) | (end < HALF)):  # what no query sees may be NaN, and 0·NaN is NaN
-            clear_rows_outside(k, begin, end, HALF, form.DIM, 4)
-            clear_rows_outside(v, begin, end, HALF, form.DIM, 4)
-            fence_async_shared()
-        sync(TOGETHER, THREADS)
-    dk = gl.zeros([HALF, form.DIM], gl.float32, form.SUMS)
-    dv = gl.zeros([HALF, form.DIM], gl.float32, form.SUMS)
-    if not form.MASKED:
-        for i in range(steps):
-            dk, dv = _step(i, i, dk, dv, work, scale, sizes, shared, group, False, form)
-    else:
-        i = steps - steps
-        for _head in range(sizes.share):
-            i, dk, dv = _tiles_of_head(i, dk, dv, tiles, work, scale, sizes, shared, group, form)
-    sync(TOGETHER, THREADS)  # the last dS of both groups is stored
-    if group == 0:
-        if steps > 0:
-            _put(warpgroup_mma_wait(0, deps=[_dq((steps - 1) & 1, shared, group, form)]), shared, group, form)
-    sync(TOGETHER, THREADS)  # K and V have been read for the last time
-    v.store(dv.to(dtype))
-    k.store((dk * factor).to(dtype))
+    t, i = gl.to_tensor(0), gl.to_tensor(0)
+    number = _number(t, shared, 4)
+    while number < _blocks(sizes):
+        work = work_of(number, sizes, form, form.KEYS, True, 4)
+        tiles = query_tiles(work, sizes, form)
+        steps = (tiles.end - tiles.begin) * sizes.share
+        k = shared.k.index(t & 1).reshape([form.KEYS, form.DIM]).slice(group * HALF, HALF)
+        v = shared.v.index(t & (shared.VALUES - 1)).reshape([form.KEYS, form.DIM]).slice(group * HALF, HALF)
+        if form.UNSEEN:
+            first = work.start + group * HALF
+            begin, end = first_seen(work, sizes, form) - first, last_seen(work, sizes, form) - first
+            if (steps > 0) & ((begin > 0) | (end < HALF)):  # what no query sees may be NaN, and 0·NaN is NaN
+                mbarrier.wait(shared.do_full.index(i & 1), (i >> 1) & 1)
+                clear_rows_outside(k, begin, end, HALF, form.DIM, 4)
+                clear_rows_outside(v, begin, end, HALF, form.DIM, 4)
+                fence_async_shared()
+            sync(TOGETHER, THREADS)
+        dk = gl.zeros([HALF, form.DIM], gl.float32, form.SUMS)
+        dv = gl.zeros([HALF, form.DIM], gl.float32, form.SUMS)
+        place = t, i, i + steps - 1
+        if not form.MASKED:
+            for step in range(i, i + steps):
+                dk, dv = _step(step, place, step, dk, dv, work, scale, sizes, shared, group, False, form)
+            i += steps
+        elif form.GROUPED:
+            for _head in range(sizes.share):
+                i, dk, dv = _tiles_of_head(i, place, dk, dv, tiles, work, scale, sizes, shared, group, form)
+        else:
+            i, dk, dv = _tiles_of_head(i, place, dk, dv, tiles, work, scale, sizes, shared, group, form)
+        v.store(dv.to(dtype))  # only the group itself has read its values
+        fence_async_shared()
+        mbarrier.arrive(shared.dv_full.index(0))
+        if group == 0:
+            if steps > 0:
+                sync(MEETING, THREADS)
+                dq = _dq((i & 1) ^ 1, t, shared, group, form)
+                _put(warpgroup_mma_wait(0, deps=[dq]), shared, group, form)
+        sync(TOGETHER, THREADS)  # K has been read for the last time
+        k.store((dk * factor).to(dtype))
+        fence_async_shared()
+        mbarrier.arrive(shared.dk_full.index(0))
+        t += 1
+        number = _number(t, shared, 4)
+
+
+@gluon.jit
+def attend_apart(q_desc, do_desc, k_desc, v_desc, edge_q_desc, edge_do_desc, statistics_desc, dq_desc, dk_desc, dv_desc,
+                 drawn, scale, factor, sizes, form, WORKER: gl.constexpr):  # fmt: skip
+    """Process blocks of keys until all have been drawn. drawn: (1,) int32, 0 at the launch's begin."""
+    shared = _shared_memory(q_desc, do_desc, k_desc, v_desc, statistics_desc, dq_desc, form)
     fence_async_shared()
-    sync(TOGETHER, THREADS)
-    # What is the block's is computed again, not kept in registers over the loops, which need all that there are.
-    work = work_of(gl.program_id(0), sizes, form, form.KEYS, True, 4)
-    rows = work.rows - group * HALF
-    if rows > 0:
-        at = work.k_first + work.start + group * HALF
-        whole_k, whole_v = shared.k.slice(group * HALF, HALF, dim=2), shared.v.slice(group * HALF, HALF, dim=2)
-        rows_stored(whole_v, v, dv_desc, grad_v, dv_strides[0], dv_strides[1], work.slot, work.head, at, rows,
-                    HALF, form.DIM, form.VARYING, 4)  # fmt: skip
-        rows_stored(whole_k, k, dk_desc, grad_k, dk_strides[0], dk_strides[1], work.slot, work.head, at, rows,
-                    HALF, form.DIM, form.VARYING, 4)  # fmt: skip
+    gl.warp_specialize(
+        [
+            (_consume, (scale, factor, sizes, shared, 0, form)),
+            (_consume, (scale, factor, sizes, shared, 1, form)),
+            (
+                _produce,
+                (q_desc, do_desc, k_desc, v_desc, edge_q_desc, edge_do_desc, statistics_desc, drawn, sizes, shared,
+                 form),
+            ),
+            (_write, (dq_desc, dk_desc, dv_desc, sizes, shared, form)),
+        ],
+        [4, 1, 1],
+        [CONSUMER, WORKER, WORKER],
+    )  # fmt: skip

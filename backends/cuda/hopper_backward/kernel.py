@@ -1,11 +1,12 @@
 """Attention backward for sm_90a, explicitly scheduled in Gluon: dK and dV, and dQ by additions to memory.
 
-A block per tile of keys and key head, for all query heads of the head's group:
+A program per tile of keys and key head, for all query heads of the head's group:
 
     producer   one warp: brings K and V, then tile after tile of Q, its statistics and dO, through TMA
-    consumer   eight warps: the products (consumer.py), or two groups of four half a step apart (apart.py); dK and dV
-               stay in their registers
+    consumer   eight warps: the products (consumer.py); dK and dV stay in their registers
     writer     one warp, or two in turns: adds tiles of dQ to float32 sums in memory, by TMA's reduction
+
+or a program per multiprocessor, whose consumer is two groups of four warps (apart.py).
 
 The sums' order is not the same every time, so that dQ is not repeatable bit by bit. Where that is asked for, blocks add
 to a tile of dQ in turns, by two writers (tile_scheduler.py). With 256 columns additions would be bound by the L2
@@ -24,7 +25,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from portattn.backends.cuda.gluon_names import arrive, load, reduce_add, sync
-from portattn.backends.cuda.hopper_backward.apart import CONSUMER, HALF_FREE, HALF_FULL, HALF_PARTY, consume_half
+from portattn.backends.cuda.hopper_backward.apart import attend_apart
 from portattn.backends.cuda.hopper_backward.consumer import DO_FREE, DQ_FREE, DQ_FULL, PARTY, Q_FREE, consume
 from portattn.backends.cuda.hopper_backward.tile_scheduler import (
     TO_FIRST,
@@ -33,7 +34,6 @@ from portattn.backends.cuda.hopper_backward.tile_scheduler import (
     BackwardForm,
     BackwardSharedMemory,
     BackwardSizes,
-    attending,
     block_number,
     draw,
     earlier_end,
@@ -41,26 +41,12 @@ from portattn.backends.cuda.hopper_backward.tile_scheduler import (
     pass_turn,
     place_of,
     query_tiles,
+    rows_loaded,
     tile_at,
     wait_for,
     work_of,
 )
 from portattn.backends.cuda.hopper_forward.fragments import score_function
-
-
-@gluon.jit
-def _rows_loaded(desc, edge_desc, work, head, m, barrier, place, sizes, form):
-    row = m * form.ROWS
-    if form.EDGES:
-        first, end = attending(work, sizes, form)
-        if row < first:
-            load(edge_desc, [work.sequence * 2, head, 0, 0], barrier, place)
-        elif row + form.ROWS > end:
-            load(edge_desc, [work.sequence * 2 + 1, head, 0, 0], barrier, place)
-        else:
-            load(desc, [work.slot, head, work.q_first + row, 0], barrier, place)
-    else:
-        load(desc, [work.slot, head, work.q_first + row, 0], barrier, place)
 
 
 @gluon.jit
@@ -82,7 +68,7 @@ def _produce(q_desc, do_desc, k_desc, v_desc, edge_q_desc, edge_do_desc, statist
         sync(Q_FREE + slot, PARTY)
         q_full = shared.q_full.index(slot)
         mbarrier.expect(q_full, form.ROWS * (form.DIM * 2 + 8))
-        _rows_loaded(q_desc, edge_q_desc, work, head, m, q_full, shared.q.index(slot), sizes, form)
+        rows_loaded(q_desc, edge_q_desc, work, head, m, q_full, shared.q.index(slot), sizes, form)
         load(statistics_desc, [tile * 2, 0], q_full, shared.statistics.index(slot))
         if i == 0:
             mbarrier.expect(shared.kv_full.index(1), form.KEYS * form.DIM * 2)
@@ -90,7 +76,7 @@ def _produce(q_desc, do_desc, k_desc, v_desc, edge_q_desc, edge_do_desc, statist
         sync(DO_FREE + slot, PARTY)
         do_full = shared.do_full.index(slot)
         mbarrier.expect(do_full, form.ROWS * form.DIM * 2)
-        _rows_loaded(do_desc, edge_do_desc, work, head, m, do_full, shared.do.index(slot), sizes, form)
+        rows_loaded(do_desc, edge_do_desc, work, head, m, do_full, shared.do.index(slot), sizes, form)
         slot += 1
         if slot == form.STAGES:
             slot = 0
@@ -120,27 +106,6 @@ def _write(dq_desc, sizes, shared, form):
             arrive(DQ_FREE, PARTY)
             sync(DQ_FULL, PARTY)
             for part in gl.static_range(form.MESSAGES):
-                place = shared.dq.slice(part * rows, rows)
-                reduce_add(dq_desc, [(tile * form.MESSAGES + part) * rows, 0], place)
-            tma.store_wait(0)
-
-
-@gluon.jit
-def _write_halves(dq_desc, sizes, shared, form):
-    """Add dQ's tiles to memory, by one warp: of each tile the second group's half, which is computed first."""
-    count_of_half: gl.constexpr = form.MESSAGES // 2
-    rows: gl.constexpr = form.ROWS * form.DIM // 256 // form.MESSAGES
-    work = work_of(gl.program_id(0), sizes, form, form.KEYS, True, 1)
-    tiles = query_tiles(work, sizes, form)
-    count = tiles.end - tiles.begin
-    for i in range(count * sizes.share):
-        m = tile_at(i % count, tiles, work.start // form.KEYS, form)
-        head = work.head * sizes.share + i // count
-        tile = (work.slot * sizes.heads * sizes.share + head) * sizes.query_tiles + work.tile + m
-        for half in gl.static_range(1, -1, -1):
-            arrive(HALF_FREE + half, HALF_PARTY)
-            sync(HALF_FULL + half, HALF_PARTY)
-            for part in gl.static_range(half * count_of_half, half * count_of_half + count_of_half):
                 place = shared.dq.slice(part * rows, rows)
                 reduce_add(dq_desc, [(tile * form.MESSAGES + part) * rows, 0], place)
             tma.store_wait(0)
@@ -191,96 +156,46 @@ def _write_in_turns(dq_desc, turns, sizes, shared, form, second: gl.constexpr):
             pass_turn(turns + 1 + tile, block + 1)
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "scale", "softcap", "factor", "dk_stride_h", "dk_stride_s", "dv_stride_h", "dv_stride_s", "batches", "heads",
-        "share", "seq_q", "seq_k", "left", "right", "tiles", "query_tiles", "together",
-    ]
-)  # fmt: skip
-def scheduled_backward(
-    q_desc, do_desc, k_desc, v_desc, edge_q_desc, edge_do_desc, statistics_desc, dq_desc, turns, dk_desc, dv_desc,
-    grad_k, grad_v, lengths_q, lengths_k, scale, factor, dk_stride_h, dk_stride_s, dv_stride_h, dv_stride_s, batches,
-    heads, share, seq_q, seq_k, left, right, tiles, query_tiles, together, softcap,
-    ROWS: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, MESSAGES: gl.constexpr,
-    LATE: gl.constexpr, AFTER: gl.constexpr, APART: gl.constexpr, STAGGER: gl.constexpr, TURNS: gl.constexpr,
-    GROUPED: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr, TOP_LEFT: gl.constexpr, RAGGED: gl.constexpr,
-    VARYING: gl.constexpr, EDGES: gl.constexpr,
-    UNSEEN: gl.constexpr, SOFTCAP: gl.constexpr, SCORE_MOD: gl.constexpr, SCORE_GRADIENT: gl.constexpr,
-    WORKER: gl.constexpr,
-):  # fmt: skip
-    """A block for each tile of keys of each key head.
-
-    q_desc, do_desc, k_desc, v_desc, dk_desc, dv_desc  (B, H, S, D) by blocks of ROWS, ROWS, KEYS, … rows and DIM
-          columns; packed tensors are one batch
-    edge_q_desc, edge_do_desc  (2·B, Hq, ROWS, D): tiles with rows that do not count; None without EDGES
-    statistics_desc  (2·tiles, ROWS) float32 by blocks of 2: of each query tile LSE in powers of 2, and delta
-    dq_desc   (tiles·ROWS·DIM/256, 256) float32: sums of dQ, to be added to; None where MESSAGES is 0
-    turns     (1 + tiles,) int32, all 0: the next block's number, and of each tile of dQ whose turn it is; None without
-          TURNS
-    grad_k, grad_v  the tensors of dk_desc and dv_desc, for the last rows of packed sequences, with their strides in
-          steps of 8 elements
-    lengths_q, lengths_k  as VARYING says: (B,) lengths or (B + 1,) first rows, int32; None for those that are not given
-    scale     the softmax scale times log2(e); with SOFTCAP scale/softcap, with SCORE_MOD the scale alone
-    softcap   with SOFTCAP log2(e)·softcap
-    factor    the softmax scale: dK is dS Q times it
-    SCORE_MOD, SCORE_GRADIENT  None, or sources of a function of scores and of its derivative
-    WORKER    registers of a thread of producer and writer. The other constants: BackwardForm
-    """
-    form = BackwardForm(ROWS, KEYS, DIM, STAGES, MESSAGES, LATE, AFTER, APART, STAGGER, TURNS, GROUPED, RIGHT, LEFT,
-                TOP_LEFT, RAGGED, VARYING, EDGES, UNSEEN, SOFTCAP, score_function(SCORE_MOD),
-                score_function(SCORE_GRADIENT))  # fmt: skip
-    gl.static_assert(SCORE_MOD is None or not (SOFTCAP or VARYING == "packed"))
-    gl.static_assert(not (APART and (SOFTCAP or SCORE_MOD is not None)))
-    gl.static_assert(MESSAGES == 0 or KEYS == 128, "what is beside each other has no dQ")
-    gl.static_assert(MESSAGES > 0 or not (LATE or TURNS), "there is no dQ to be late, or to be added in turns")
-    gl.static_assert(not (TURNS and STAGGER), "in turns blocks begin at their last tile")
-    gl.static_assert(not APART or not (LATE or TURNS), "groups apart add dQ in any order")
+@gluon.jit
+def _attend_block(q_desc, do_desc, k_desc, v_desc, edge_q_desc, edge_do_desc, statistics_desc, dq_desc, turns, dk_desc,
+                  dv_desc, grad_k, grad_v, dk_strides, dv_strides, scales, factor, sizes, form,
+                  WORKER: gl.constexpr):  # fmt: skip
+    """Process the program's block of keys."""
     dtype: gl.constexpr = q_desc.dtype
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
-    across: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, ROWS], dtype)
-    q_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, DIM], q_desc.layout)
-    do_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, DIM], do_desc.layout)
-    k_smem = gl.allocate_shared_memory(dtype, [1, 1, KEYS, DIM], k_desc.layout)
-    v_smem = gl.allocate_shared_memory(dtype, [1, 1, KEYS, DIM], v_desc.layout)
-    statistics = gl.allocate_shared_memory(gl.float32, [STAGES, 2, ROWS], statistics_desc.layout)
-    if APART:
-        ds_smem = gl.allocate_shared_memory(dtype, [2, KEYS, ROWS], across)
-    else:
-        ds_smem = gl.allocate_shared_memory(dtype, [KEYS, ROWS], across)
-    if KEYS == 64:
-        p_smem = gl.allocate_shared_memory(dtype, [KEYS, ROWS], across)
+    across: gl.constexpr = gl.NVMMASharedLayout.get_default_for([form.KEYS, form.ROWS], dtype)
+    q_smem = gl.allocate_shared_memory(dtype, [form.STAGES, 1, 1, form.ROWS, form.DIM], q_desc.layout)
+    do_smem = gl.allocate_shared_memory(dtype, [form.STAGES, 1, 1, form.ROWS, form.DIM], do_desc.layout)
+    k_smem = gl.allocate_shared_memory(dtype, [1, 1, form.KEYS, form.DIM], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(dtype, [1, 1, form.KEYS, form.DIM], v_desc.layout)
+    statistics = gl.allocate_shared_memory(gl.float32, [form.STAGES, 2, form.ROWS], statistics_desc.layout)
+    ds_smem = gl.allocate_shared_memory(dtype, [form.KEYS, form.ROWS], across)
+    if form.KEYS == 64:
+        p_smem = gl.allocate_shared_memory(dtype, [form.KEYS, form.ROWS], across)
     else:
         p_smem = ds_smem
-    if MESSAGES:
-        dq_smem = gl.allocate_shared_memory(gl.float32, [ROWS * DIM // 256, 256], dq_desc.layout)
+    if form.MESSAGES:
+        dq_smem = gl.allocate_shared_memory(gl.float32, [form.ROWS * form.DIM // 256, 256], dq_desc.layout)
     else:
         dq_smem = statistics
-    if TURNS:
+    if form.TURNS:
         block_smem = draw(turns)
     else:
         block_smem = statistics
     shared = BackwardSharedMemory(
         q_smem, do_smem, k_smem, v_smem, statistics, p_smem, ds_smem, dq_smem,
         gl.allocate_shared_memory(gl.int64, [2, 1], barriers),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers),
+        gl.allocate_shared_memory(gl.int64, [form.STAGES, 1], barriers),
+        gl.allocate_shared_memory(gl.int64, [form.STAGES, 1], barriers),
         block_smem,
     )  # fmt: skip
     for j in gl.static_range(2):
         mbarrier.init(shared.kv_full.index(j), count=1)
-    for j in gl.static_range(STAGES):
+    for j in gl.static_range(form.STAGES):
         mbarrier.init(shared.q_full.index(j), count=1)
         mbarrier.init(shared.do_full.index(j), count=1)
     fence_async_shared()
-    if lengths_q is None:
-        lengths_q = grad_k  # not read
-    if lengths_k is None:
-        lengths_k = grad_k
-    sizes = BackwardSizes(
-        lengths_q, lengths_k, batches, heads, share, seq_q, seq_k, left, right, tiles, query_tiles, together
-    )
-    dk_strides, dv_strides, scales = (dk_stride_h, dk_stride_s), (dv_stride_h, dv_stride_s), (scale, softcap)
-    if TURNS:
+    if form.TURNS:
         gl.warp_specialize(
             [
                 (
@@ -296,26 +211,6 @@ def scheduled_backward(
             ],
             [1, 1, 1],
             [WORKER, WORKER, WORKER],
-        )
-    elif APART:
-        gl.warp_specialize(
-            [
-                (
-                    consume_half,
-                    (dk_desc, dv_desc, grad_k, grad_v, dk_strides, dv_strides, scale, factor, sizes, shared, 0, form),
-                ),
-                (
-                    consume_half,
-                    (dk_desc, dv_desc, grad_k, grad_v, dk_strides, dv_strides, scale, factor, sizes, shared, 1, form),
-                ),
-                (
-                    _produce,
-                    (q_desc, do_desc, k_desc, v_desc, edge_q_desc, edge_do_desc, statistics_desc, sizes, shared, form),
-                ),
-                (_write_halves, (dq_desc, sizes, shared, form)),
-            ],
-            [4, 1, 1],
-            [CONSUMER, WORKER, WORKER],
         )
     else:
         gl.warp_specialize(
@@ -333,3 +228,65 @@ def scheduled_backward(
             [1, 1],
             [WORKER, WORKER],
         )
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "scale", "softcap", "factor", "dk_stride_h", "dk_stride_s", "dv_stride_h", "dv_stride_s", "batches", "heads",
+        "share", "seq_q", "seq_k", "left", "right", "tiles", "query_tiles", "together",
+    ]
+)  # fmt: skip
+def scheduled_backward(
+    q_desc, do_desc, k_desc, v_desc, edge_q_desc, edge_do_desc, statistics_desc, dq_desc, turns, dk_desc, dv_desc,
+    grad_k, grad_v, lengths_q, lengths_k, scale, factor, dk_stride_h, dk_stride_s, dv_stride_h, dv_stride_s, batches,
+    heads, share, seq_q, seq_k, left, right, tiles, query_tiles, together, softcap,
+    ROWS: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, MESSAGES: gl.constexpr,
+    LATE: gl.constexpr, AFTER: gl.constexpr, APART: gl.constexpr, STAGGER: gl.constexpr, TURNS: gl.constexpr,
+    GROUPED: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr, TOP_LEFT: gl.constexpr, RAGGED: gl.constexpr,
+    VARYING: gl.constexpr, EDGES: gl.constexpr,
+    UNSEEN: gl.constexpr, SOFTCAP: gl.constexpr, SCORE_MOD: gl.constexpr, SCORE_GRADIENT: gl.constexpr,
+    WORKER: gl.constexpr,
+):  # fmt: skip
+    """A program for each tile of keys of each key head, or with APART for each multiprocessor.
+
+    q_desc, do_desc, k_desc, v_desc, dk_desc, dv_desc  (B, H, S, D) by blocks of ROWS, ROWS, KEYS, … rows and DIM
+          columns; packed tensors are one batch
+    edge_q_desc, edge_do_desc  (2·B, Hq, ROWS, D): tiles with rows that do not count; None without EDGES
+    statistics_desc  (2·tiles, ROWS) float32 by blocks of 2: of each query tile LSE in powers of 2, and delta
+    dq_desc   (tiles·ROWS·DIM/256, 256) float32: sums of dQ, to be added to; None where MESSAGES is 0
+    turns     (1 + tiles,) int32, all 0: the next block's number, and with TURNS of each tile of dQ whose turn it is;
+          None without TURNS and APART
+    grad_k, grad_v  the tensors of dk_desc and dv_desc, for the last rows of packed sequences, with their strides in
+          steps of 8 elements
+    lengths_q, lengths_k  as VARYING says: (B,) lengths or (B + 1,) first rows, int32; None for those that are not given
+    scale     the softmax scale times log2(e); with SOFTCAP scale/softcap, with SCORE_MOD the scale alone
+    softcap   with SOFTCAP log2(e)·softcap
+    factor    the softmax scale: dK is dS Q times it
+    SCORE_MOD, SCORE_GRADIENT  None, or sources of a function of scores and of its derivative
+    WORKER    registers of a thread of producer and writer. The other constants: BackwardForm
+    """
+    form = BackwardForm(ROWS, KEYS, DIM, STAGES, MESSAGES, LATE, AFTER, APART, STAGGER, TURNS, GROUPED, RIGHT, LEFT,
+                TOP_LEFT, RAGGED, VARYING, EDGES, UNSEEN, SOFTCAP, score_function(SCORE_MOD),
+                score_function(SCORE_GRADIENT))  # fmt: skip
+    gl.static_assert(SCORE_MOD is None or not (SOFTCAP or VARYING == "packed"))
+    gl.static_assert(not (APART and (SOFTCAP or SCORE_MOD is not None)))
+    gl.static_assert(MESSAGES == 0 or KEYS == 128, "what is beside each other has no dQ")
+    gl.static_assert(MESSAGES > 0 or not (LATE or TURNS), "there is no dQ to be late, or to be added in turns")
+    gl.static_assert(not (TURNS and STAGGER), "in turns blocks begin at their last tile")
+    gl.static_assert(not APART or not (LATE or TURNS or STAGGER), "groups apart add dQ in any order")
+    gl.static_assert(not APART or VARYING != "packed", "groups apart store blocks of 128 keys")
+    if lengths_q is None:
+        lengths_q = grad_k  # not read
+    if lengths_k is None:
+        lengths_k = grad_k
+    sizes = BackwardSizes(
+        lengths_q, lengths_k, batches, heads, share, seq_q, seq_k, left, right, tiles, query_tiles, together
+    )
+    dk_strides, dv_strides, scales = (dk_stride_h, dk_stride_s), (dv_stride_h, dv_stride_s), (scale, softcap)
+    if APART:
+        attend_apart(q_desc, do_desc, k_desc, v_desc, edge_q_desc, edge_do_desc, statistics_desc, dq_desc, dk_desc,
+                     dv_desc, turns, scale, factor, sizes, form, WORKER)  # fmt: skip
+    else:
+        _attend_block(q_desc, do_desc, k_desc, v_desc, edge_q_desc, edge_do_desc, statistics_desc, dq_desc, turns,
+                      dk_desc, dv_desc, grad_k, grad_v, dk_strides, dv_strides, scales, factor, sizes, form,
+                      WORKER)  # fmt: skip

@@ -31,7 +31,7 @@ its own additions.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from portattn.backends.cuda.gluon_names import aggregate
+from portattn.backends.cuda.gluon_names import aggregate, load
 from portattn.backends.cuda.hopper_backward import STATISTICS_ROWS
 from portattn.backends.cuda.hopper_forward.tile_scheduler import (
     first_row,
@@ -129,7 +129,7 @@ class BackwardSharedMemory:
     v: gl.shared_memory_descriptor  # [1, 1, KEYS, DIM]
     statistics: gl.shared_memory_descriptor  # [STAGES][2, ROWS] float32: LSE in powers of 2, delta
     p: gl.shared_memory_descriptor  # [KEYS, ROWS], where warp groups have half the columns each
-    ds: gl.shared_memory_descriptor  # [KEYS, ROWS]; with APART two of them
+    ds: gl.shared_memory_descriptor  # [KEYS, ROWS]
     dq: gl.shared_memory_descriptor  # [ROWS·DIM/256, 256] float32, in the order of `put`
     kv_full: gl.shared_memory_descriptor  # [2] mbarriers: K, V
     q_full: gl.shared_memory_descriptor  # [STAGES]: Q and the statistics
@@ -391,6 +391,22 @@ def tile_at(place, tiles, block, form):
         if (among >= 0) & (among < count):
             tile = tiles.clean + (among + block * form.STAGGER) % count
     return tile
+
+
+@gluon.jit
+def rows_loaded(desc, edge_desc, work, head, m, barrier, place, sizes, form):
+    """Begin to load a tile of query rows, from the copies if some of its rows do not count."""
+    row = m * form.ROWS
+    if form.EDGES:
+        first, end = attending(work, sizes, form)
+        if row < first:
+            load(edge_desc, [work.sequence * 2, head, 0, 0], barrier, place)
+        elif row + form.ROWS > end:
+            load(edge_desc, [work.sequence * 2 + 1, head, 0, 0], barrier, place)
+        else:
+            load(desc, [work.slot, head, work.q_first + row, 0], barrier, place)
+    else:
+        load(desc, [work.slot, head, work.q_first + row, 0], barrier, place)
 
 
 # Named barriers of the two writers, beside the barriers of consumer.py: a writer arrives once it knows its tile, so

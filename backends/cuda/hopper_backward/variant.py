@@ -117,8 +117,11 @@ class BackwardSchedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     apart: bool = False
 
     def __post_init__(self) -> None:
-        if self.apart and (self.messages % 2 or not self.messages or self.stages != 2 or self.late or self.turns):
-            raise ValueError("two groups apart add half a tile of dQ each in any order: even messages, stages = 2")
+        halves = self.messages and self.messages % 2 == 0
+        if self.apart and not (halves and self.stages == 2 and not self.late and not self.turns and not self.stagger):
+            raise ValueError(
+                "groups apart add half a tile of dQ each in any order: even messages, 2 stages, no stagger"
+            )
         if self.late and not self.messages:
             raise ValueError("late is about dQ that is added: messages must not be 0")
         if self.messages and self.keys != 128:
@@ -304,7 +307,7 @@ class _BackwardLauncher(StepLauncher):
         buffers: Buffers = {"statistics": ((2 * tiles, self._rows), torch.float32)}
         if s.messages:
             buffers["sums"] = ((tiles * self._rows * dim // 256, 256), torch.float32)
-        if s.turns:
+        if s.turns or s.apart:
             buffers["turns"] = ((1 + tiles,), torch.int32)
         self._edges = _edges(p)
         if self._edges:
@@ -353,8 +356,6 @@ class _BackwardLauncher(StepLauncher):
             "dq_desc": "sums", "turns": "turns", "grad_k": "grad_k", "grad_v": "grad_v", **self._lengths(),
         }  # fmt: skip
         rows = dict.fromkeys(("q_desc", "do_desc", "edge_q_desc", "edge_do_desc"), self._rows)
-        if s.apart:
-            rows |= {"dk_desc": s.keys // 2, "dv_desc": s.keys // 2}
         arguments = {
             name: _maybe(tensors.get(role), rows.get(name, s.keys) if name.endswith("_desc") else 0, dim)
             for name, role in roles.items()
@@ -367,7 +368,8 @@ class _BackwardLauncher(StepLauncher):
             "ROWS": self._rows, "STAGES": s.stages, "MESSAGES": s.messages, "LATE": s.late, "AFTER": s.after,
             "APART": s.apart, "STAGGER": s.stagger, "TURNS": s.turns, "GROUPED": p.group > 1,
         }  # fmt: skip
-        grid = (tiles * p.heads_k * slots(p),)
+        blocks = tiles * p.heads_k * slots(p)
+        grid = (least(blocks, self._cores) if s.apart else blocks,)
         warps = 4 if s.apart else 8  # of the first group that computes
         return Step(scheduled_backward, grid, arguments, {"num_warps": warps, "maxnreg": REGISTERS, **FUSED}, roles)
 

@@ -145,9 +145,9 @@ def test_schedules():
     for dim, messages in ((64, 2), (128, 4)):
         apart = choice(problem(LARGE, head_dim=dim, head_dim_v=dim), TIMED_WITH).schedule
         assert apart == BackwardSchedule(keys=128, stages=2, messages=messages, apart=True)
-    for fields in ({"messages": 1}, {"messages": 2, "late": True}, {"messages": 2, "turns": True}):
-        with pytest.raises(ValueError, match="two groups apart"):
-            BackwardSchedule(keys=128, stages=2, apart=True, **fields)
+    for fields in ({"messages": 1}, {"late": True}, {"turns": True}, {"stagger": 8}):
+        with pytest.raises(ValueError, match="groups apart"):
+            BackwardSchedule(**{"keys": 128, "stages": 2, "messages": 2, "apart": True, **fields})
     with pytest.raises(ValueError, match="late"):
         BackwardSchedule(keys=128, stages=2, messages=0, late=True)
     with pytest.raises(ValueError, match="128 keys"):
@@ -274,8 +274,7 @@ def test_it_compiles_clean(gluon_compiler, gluon_target, form):
     assert len(kernels) == 3
     for kernel in kernels:
         assert "serialized_wgmma" not in kernel.facts, kernel.function
-        twice = p.score_mod or "apart, causal" in form  # the latter between loops, of which none spills
-        assert kernel.facts["spills"] <= MOST_SPILLED * (2 if twice else 1), kernel.function
+        assert kernel.facts["spills"] <= MOST_SPILLED * (2 if p.score_mod else 1), kernel.function
         assert kernel.facts["scratchpad_bytes"] <= (SM_90.arch.scratchpad_bytes or 0), kernel.function
     assert kernels[1].facts["wgmma"] > 0
     if VARIANT.timed_with(p):
@@ -411,11 +410,11 @@ def test_gradients_in_turns(chip, monkeypatch, name, head_dim, causal):
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", ["none", "bottom_right", "top_left"])
 @pytest.mark.parametrize("head_dim", [40, 64, 128])
-@pytest.mark.parametrize(
-    "name", [*(name for name in SIZES if name not in ("softcap", "function")), "packed", "packed, window"]
-)
+@pytest.mark.parametrize("name", [name for name in SIZES if name not in ("softcap", "function", "hiding function")])
 def test_gradients_of_groups_apart(chip, monkeypatch, name, head_dim, causal):
-    """Also of problems that have another schedule: the fewest steps, every mask, and lengths within a tile."""
+    """Also of problems that have another schedule: the fewest steps, every mask, and lengths within a tile. Each of three
+    programs has many blocks of keys."""
+    monkeypatch.setattr(backward, "multiprocessors", lambda device: 3)
     schedule = BackwardSchedule(keys=128, stages=2, messages=2 if head_dim <= 64 else 4, apart=True)
     monkeypatch.setattr(backward, "choice", lambda p, toolchain: backward.TimedBackwardSchedule(schedule, ""))
     p = sized(name, head_dim=head_dim, head_dim_v=head_dim, causal=causal, deterministic=False)
