@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 import weakref
 from collections.abc import Sequence
@@ -11,9 +12,10 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from portattn.api.score_functions import cached_trace, made_once
-from portattn.config import current
+from portattn.api.score_functions import KeptLists, cached_trace, is_capturing, kept_lists, made_once
+from portattn.config import Settings, current
 from portattn.errors import ArgumentError, warn_caller
+from portattn.launch.torch_compat import in_mode
 from portattn.reference.dropout import block_mask
 from portattn.reference.score_functions import PART, WHOLE, block_lists
 from portattn.schema.problem_limits import MAX_TREE
@@ -207,13 +209,56 @@ class BlockMask(NamedTuple):
     block_size: tuple[int, int] = (128, 128)
 
 
+class _Seen(NamedTuple):
+    """Results of block_tensors for torch's BlockMask, for calls like the one that they were found in."""
+
+    fields: tuple[Any, ...]  # the BlockMask's; a mask with others in their place is checked anew
+    versions: list[int]  # of the tensors among them
+    call: tuple[Any, ...]  # all else that the checks read
+    settings: Settings
+    kept: KeptLists
+    found: tuple[Any, Any, Any, Any]
+
+
+_seen: weakref.WeakKeyDictionary[Any, _Seen] = weakref.WeakKeyDictionary()  # by the BlockMask
+_fields = operator.attrgetter(
+    "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "mask_mod", "BLOCK_SIZE", "seq_lengths"
+)
+
+
 def block_tensors(
     block_mask: Any, mask: Any, mask_mod: Any, q: Any, k: Any, layout: Any, validate: bool | None = None
 ) -> tuple[Any, Any, Any, Any]:
     """Return lists of blocks, the mask, the block size and the mask function. Raises ArgumentError.
 
     The lists are int32 (B or 1, Hq or 1, R, C + 2), as a Call has them: a block whose scores the mask function decides
-    is a part, any other whole. Nothing waits for the device unless values are checked there."""
+    is a part, any other whole. Nothing waits for the device unless values are checked there. Results for one of torch's
+    BlockMasks are kept."""
+    given = (block_mask, mask, mask_mod, q, k, layout, validate)
+    if torch.compiler.is_compiling() or in_mode() or torch._C._are_functorch_transforms_active():
+        return _block_tensors(*given)
+    flex = sys.modules.get("torch.nn.attention.flex_attention")
+    alone = mask is None and mask_mod is None and type(q) is torch.Tensor and type(k) is torch.Tensor
+    if flex is None or type(block_mask) is not flex.BlockMask or not alone or is_capturing(q.device):
+        return _block_tensors(*given)
+    fields, call, settings = _fields(block_mask), (q.shape, k.shape, q.device, layout, validate), current()
+    seen = _seen.get(block_mask)
+    if seen is not None and seen.settings is settings and seen.call == call:
+        same = all(map(operator.is_, fields, seen.fields))
+        if same and [t._version for t in fields[:4] if t is not None] == seen.versions:
+            seen.kept.wait()
+            return seen.found
+    found = _block_tensors(*given)
+    kept = kept_lists(found[0]) if found[1] is None else None
+    if kept is not None:
+        versions = [t._version for t in fields[:4] if t is not None]
+        _seen[block_mask] = _Seen(fields, versions, call, settings, kept, found)
+    return found
+
+
+def _block_tensors(
+    block_mask: Any, mask: Any, mask_mod: Any, q: Any, k: Any, layout: Any, validate: bool | None
+) -> tuple[Any, Any, Any, Any]:
     lists = block_mask
     if not isinstance(block_mask, BlockMask):
         lists = _of_torch(block_mask)

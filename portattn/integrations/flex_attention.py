@@ -114,9 +114,11 @@ def flex_attention(
         raise ArgumentError(WHO, "return_lse", return_lse, "must not go with return_aux, which has an lse of its own")
     if not isinstance(return_aux, (AuxRequest, types.NoneType)):
         raise ArgumentError(WHO, "return_aux", type(return_aux).__name__, "must be an AuxRequest or None")
-    backend = _path(kernel_options)
+    backend = None if kernel_options is None else _path(kernel_options)
     batch = query.shape[0]
-    k, v = (t.to(query.dtype).expand(batch, *t.shape[1:]) for t in (key, value))
+    k, v = key, value
+    if not (key.shape[0] == value.shape[0] == batch and key.dtype == value.dtype == query.dtype):
+        k, v = (t.to(query.dtype).expand(batch, *t.shape[1:]) for t in (key, value))
     mask_mod: Any = None
     if isinstance(block_mask, BlockMask) and _is_one_block(block_mask):
         mask_mod = None if block_mask.mask_mod is noop_mask else block_mask.mask_mod

@@ -325,21 +325,36 @@ def test_ids_of_no_block_are_passed_over_where_nothing_is_read_back() -> None:
     torch.testing.assert_close(out, portattn.attention(x, x[:, :, :16], x[:, :, :16]))
 
 
-def test_lists_are_made_once_until_they_are_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
+@pytest.mark.parametrize("torchs", [False, True])
+def test_lists_are_made_once_until_they_are_written_to(monkeypatch: pytest.MonkeyPatch, torchs: bool) -> None:
+    made, checked, check = [], [], module._block_tensors
     monkeypatch.setattr(module, "block_lists", lambda *given: made.append(1) or block_lists(*given))
+    monkeypatch.setattr(module, "_block_tensors", lambda *given: checked.append(1) or check(*given))
     q, k, v = torch.randn(3, 1, 2, 64, 16).unbind(0)
     ones = torch.ones(1, 1, 4, dtype=torch.int32)
-    mask = portattn.BlockMask(ones, ones[..., None] * 0, block_size=(16, 16))
+    mask: Any = portattn.BlockMask(ones, torch.zeros(1, 1, 4, 4, dtype=torch.int32), block_size=(16, 16))
+    if torchs:
+        mask = flex_attention.BlockMask.from_kv_blocks(*mask[:2], BLOCK_SIZE=(16, 16))
     assert torch.equal(*(portattn.attention(q, k, v, block_mask=mask) for _ in range(2)))
-    assert len(made) == 1
+    assert (len(made), len(checked)) == (1, 1 if torchs else 2)
     mask.kv_indices.fill_(1)
     right = portattn.attention(q, k[:, :, 16:32], v[:, :, 16:32])
     assert torch.allclose(portattn.attention(q, k, v, block_mask=mask), right, atol=1e-5)
     assert len(made) == 2
-    monkeypatch.setattr(score_functions, "_is_capturing", lambda device: True)
+    for where in (score_functions, module):
+        monkeypatch.setattr(where, "is_capturing", lambda device: True)
     portattn.attention(q, k, v, block_mask=mask)
     assert len(made) == 3  # a graph makes its own: the lists may be written to before a replay
+
+
+def test_a_mask_that_was_seen_is_checked_anew_of_other_calls() -> None:
+    blocks, (q, k, v) = flex_attention.create_block_mask(documents, 1, 1, 70, 100, device="cpu"), tensors()
+    portattn.attention(q, k, v, block_mask=blocks)
+    blocks.mask_mod = lambda b, h, q_idx, kv_idx: kv_idx < 9
+    right = portattn.attention(q, k[:, :, :9], v[:, :, :9])
+    torch.testing.assert_close(portattn.attention(q, k, v, block_mask=blocks), right)
+    with pytest.raises(portattn.ArgumentError, match="seq_lengths"):
+        portattn.attention(q, k[:, :, :99], v[:, :, :99], block_mask=blocks)
 
 
 def test_a_graph_keeps_lists_of_a_function_without_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,7 +362,7 @@ def test_a_graph_keeps_lists_of_a_function_without_tensors(monkeypatch: pytest.M
     monkeypatch.setattr(score_functions, "_lists", OrderedDict())
     q = torch.randn(1, 2, 200, 16)
     for capturing in (False, True):
-        monkeypatch.setattr(score_functions, "_is_capturing", lambda device, found=capturing: found)
+        monkeypatch.setattr(score_functions, "is_capturing", lambda device, found=capturing: found)
         portattn.attention(q, q, q, mask_mod=lambda b, h, q_idx, kv_idx: q_idx // 8 >= kv_idx // 8)
     assert [*score_functions._held_for_graphs] == [id(kept.lists) for kept in score_functions._lists.values()]
 

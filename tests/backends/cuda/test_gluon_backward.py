@@ -412,8 +412,8 @@ def test_gradients_in_turns(chip, monkeypatch, name, head_dim, causal):
 @pytest.mark.parametrize("head_dim", [40, 64, 128])
 @pytest.mark.parametrize("name", [name for name in SIZES if name not in ("softcap", "function", "hiding function")])
 def test_gradients_of_groups_apart(chip, monkeypatch, name, head_dim, causal):
-    """Also of problems that have another schedule: the fewest steps, every mask, and lengths within a tile. Three programs
-    have many blocks of keys each."""
+    """Also of problems that have another schedule: the fewest steps, every mask, and lengths within a tile.
+    Three programs have many blocks of keys each."""
     monkeypatch.setattr(backward, "multiprocessors", lambda device: 3)
     schedule = BackwardSchedule(keys=128, stages=2, messages=2 if head_dim <= 64 else 4, apart=True)
     monkeypatch.setattr(backward, "choice", lambda p, toolchain: backward.TimedBackwardSchedule(schedule, ""))
