@@ -331,12 +331,12 @@ def _tiles_of_head(i, place, dk, dv, tiles, work, scale, sizes, shared, group: g
     """Do the steps of a query head, those with a mask in loops of their own: a branch would take registers from all."""
     head = i - tiles.begin  # the step of the head's query tile 0
     for j in range(i, head + tiles.clean):
-        dk, dv = _step(j, place, j - head, dk, dv, work, scale, sizes, shared, group, True, form)
+        dk, dv = _step(_hidden(j), place, j - head, dk, dv, work, scale, sizes, shared, group, True, form)
     for j in range(head + tiles.clean, head + tiles.unclean):
-        dk, dv = _step(j, place, j, dk, dv, work, scale, sizes, shared, group, False, form)
+        dk, dv = _step(_hidden(j), place, j, dk, dv, work, scale, sizes, shared, group, False, form)
     if form.LEFT:
         for j in range(head + tiles.unclean, head + tiles.end):
-            dk, dv = _step(j, place, j - head, dk, dv, work, scale, sizes, shared, group, True, form)
+            dk, dv = _step(_hidden(j), place, j - head, dk, dv, work, scale, sizes, shared, group, True, form)
     return head + tiles.end, dk, dv
 
 
@@ -370,7 +370,7 @@ def _consume(scale, factor, sizes, shared, group: gl.constexpr, form):
         place = t, i, i + steps - 1
         if not form.MASKED:
             for step in range(i, i + steps):
-                dk, dv = _step(step, place, step, dk, dv, work, scale, sizes, shared, group, False, form)
+                dk, dv = _step(_hidden(step), place, step, dk, dv, work, scale, sizes, shared, group, False, form)
             i += steps
         elif form.GROUPED:
             for _head in range(sizes.share):
