@@ -213,7 +213,7 @@ class _Seen(NamedTuple):
     """Results of block_tensors for torch's BlockMask, for calls like the one that they were found in."""
 
     fields: tuple[Any, ...]  # the BlockMask's; a mask with others in their place is checked anew
-    versions: list[int]  # of the tensors among them
+    states: list[Any]  # of the tensors among them
     call: tuple[Any, ...]  # all else that the checks read
     settings: Settings
     kept: KeptLists
@@ -245,15 +245,18 @@ def block_tensors(
     seen = _seen.get(block_mask)
     if seen is not None and seen.settings is settings and seen.call == call:
         same = all(map(operator.is_, fields, seen.fields))
-        if same and [t._version for t in fields[:4] if t is not None] == seen.versions:
+        if same and _states(fields) == seen.states:
             seen.kept.wait()
             return seen.found
     found = _block_tensors(*given)
     kept = kept_lists(found[0]) if found[1] is None else None
     if kept is not None:
-        versions = [t._version for t in fields[:4] if t is not None]
-        _seen[block_mask] = _Seen(fields, versions, call, settings, kept, found)
+        _seen[block_mask] = _Seen(fields, _states(fields), call, settings, kept, found)
     return found
+
+
+def _states(fields: tuple[Any, ...]) -> list[Any]:
+    return [(t._version, t.data_ptr()) for t in fields[:4] if t is not None]  # as made_once, which sees .data =
 
 
 def _block_tensors(

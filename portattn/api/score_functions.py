@@ -263,6 +263,8 @@ def _with_captured(
     op: str, name: str, text: str, own: list[torch.Tensor], before: Captured, q: torch.Tensor
 ) -> tuple[Any, ...]:
     """Return a program's text and the call's captured tensors, of which `before` are other programs'."""
+    if not own:
+        return text, *before
     every = [tensor for tensor in before if tensor is not None]
     numbers = []
     for tensor in own:
@@ -408,16 +410,28 @@ def mask_blocks(
 def _cached_lists(
     text: str, captured: dict[str, Any], sizes: tuple[int, int, int, int], device: Any, free: bool, whole: bool
 ) -> torch.Tensor | None:
-    if free and as_window(text, "attention", *sizes[2:], whole) is not None:
+    key = _lists_of(text, sizes, free, whole)
+    if key is None:
         return None
-    program = score_program.parse(text)
-    tensors = [captured[CAPTURED[number]] for number in program.captures]  # score_mod's may be written at each step
-    batch, heads = sizes[0] if program.uses("b") else 1, sizes[1] if program.uses("h") else 1
+    own, unlike = key
+    tensors = [captured[name] for name in own]  # score_mod's may be written at each step
 
     def make() -> torch.Tensor:
         return block_lists(block_marks(text, captured, sizes, (BLOCK, BLOCK), device), sizes[2:], (BLOCK, BLOCK))
 
-    return made_once((text, (batch, heads, *sizes[2:]), device), tensors, make)
+    return made_once((text, unlike, device), tensors, make)
+
+
+@functools.lru_cache(maxsize=_MOST_TRACES)
+def _lists_of(
+    text: str, sizes: tuple[int, int, int, int], free: bool, whole: bool
+) -> tuple[list[str], tuple[int, int, int, int]] | None:
+    """Return names of the tensors that lists of blocks depend on, and the lists' sizes; None for built-in options."""
+    if free and as_window(text, "attention", *sizes[2:], whole) is not None:
+        return None
+    program = score_program.parse(text)
+    batch, heads = sizes[0] if program.uses("b") else 1, sizes[1] if program.uses("h") else 1
+    return [CAPTURED[number] for number in program.captures], (batch, heads, *sizes[2:])
 
 
 def made_once(key: Any, tensors: Sequence[torch.Tensor], make: Callable[[], torch.Tensor]) -> torch.Tensor:

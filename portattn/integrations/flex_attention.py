@@ -187,7 +187,7 @@ def _check(query: Any, key: Any, value: Any, block_mask: Any, enable_gqa: bool) 
         limit = "must be set anew after block_mask[...], from the whole mask's mask_mod"
         raise FlexArgumentError(WHO, "block_mask.mask_mod", "that of a sliced BlockMask", limit)
     wanted = query.shape[2], key.shape[2]
-    if not _is_one_block(block_mask) and tuple(block_mask.shape[-2:]) != wanted:
+    if tuple(block_mask.seq_lengths) != wanted and not _is_one_block(block_mask):
         limit = f"must be query's and key's, {wanted}: make a mask for these, or crop it by block_mask._adjust()"
         raise ArgumentError(WHO, "block_mask's lengths", tuple(block_mask.shape[-2:]), limit)
     if block_mask.kv_num_blocks.device != query.device:

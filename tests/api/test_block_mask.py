@@ -341,10 +341,14 @@ def test_lists_are_made_once_until_they_are_written_to(monkeypatch: pytest.Monke
     right = portattn.attention(q, k[:, :, 16:32], v[:, :, 16:32])
     assert torch.allclose(portattn.attention(q, k, v, block_mask=mask), right, atol=1e-5)
     assert len(made) == 2
+    mask.kv_indices.data = torch.zeros_like(mask.kv_indices)  # which changes no version
+    right = portattn.attention(q, k[:, :, :16], v[:, :, :16])
+    assert torch.allclose(portattn.attention(q, k, v, block_mask=mask), right, atol=1e-5)
+    assert len(made) == 3
     for where in (score_functions, module):
         monkeypatch.setattr(where, "is_capturing", lambda device: True)
     portattn.attention(q, k, v, block_mask=mask)
-    assert len(made) == 3  # a graph makes its own: the lists may be written to before a replay
+    assert len(made) == 4  # a graph makes its own: the lists may be written to before a replay
 
 
 def test_a_mask_that_was_seen_is_checked_anew_of_other_calls() -> None:
