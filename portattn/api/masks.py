@@ -216,7 +216,7 @@ class _Seen(NamedTuple):
     states: list[Any]  # of the tensors among them
     call: tuple[Any, ...]  # all else that the checks read
     settings: Settings
-    kept: KeptLists
+    kept: KeptLists | None  # None for a function that is a window, which needs no lists
     found: tuple[Any, Any, Any, Any]
 
 
@@ -246,11 +246,14 @@ def block_tensors(
     if seen is not None and seen.settings is settings and seen.call == call:
         same = all(map(operator.is_, fields, seen.fields))
         if same and _states(fields) == seen.states:
-            seen.kept.wait()
-            return seen.found
+            if seen.kept is not None:
+                seen.kept.wait()
+                return seen.found
+            if _are_of_window(block_mask):  # the function's values may have changed
+                return seen.found
     found = _block_tensors(*given)
     kept = kept_lists(found[0]) if found[1] is None else None
-    if kept is not None:
+    if kept is not None or (found[0] is None and found[3] is not None):
         _seen[block_mask] = _Seen(fields, _states(fields), call, settings, kept, found)
     return found
 

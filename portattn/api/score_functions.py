@@ -401,7 +401,7 @@ def mask_blocks(
     captured = dict(zip(CAPTURED, (captured_0, captured_1, captured_2, captured_3), strict=True))
     if any(t is not None and torch._C._functorch.is_functorch_wrapped_tensor(t) for t in captured.values()):
         return None, None  # of vmap's tensors each has its own blocks
-    free = not causal and all(given is None for given in (window, chunk, alibi_slopes))
+    free = not causal and window is None and chunk is None and alibi_slopes is None
     whole = seqlens_q is None and seqlens_k is None
     made = _cached_lists(mask_mod, captured, sizes, q.device, free, whole)
     return made, None if made is None else (BLOCK, BLOCK)

@@ -17,6 +17,7 @@ from portattn.api import masks as module
 from portattn.api import score_functions
 from portattn.api.signatures import request_of
 from portattn.api.torch_ops import arguments_of
+from portattn.integrations.flex_attention import create_block_mask
 from portattn.launch import cache
 from portattn.planning.kernel_specs import CORES
 from portattn.planning.planner import plan
@@ -359,6 +360,18 @@ def test_a_mask_that_was_seen_is_checked_anew_of_other_calls() -> None:
     torch.testing.assert_close(portattn.attention(q, k, v, block_mask=blocks), right)
     with pytest.raises(portattn.ArgumentError, match="seq_lengths"):
         portattn.attention(q, k[:, :, :99], v[:, :, :99], block_mask=blocks)
+
+
+def test_a_window_that_was_seen_is_checked_again_once_its_values_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked, check, width = [], module._block_tensors, 9
+    monkeypatch.setattr(module, "_block_tensors", lambda *given: checked.append(1) or check(*given))
+    blocks = create_block_mask(lambda b, h, q_idx, kv_idx: q_idx - kv_idx <= width, 1, 1, 300, 300, device="cpu")
+    q, k, v = torch.randn(3, 1, 2, 300, 16).unbind(0)
+    for width in (9, 9, 5):
+        ahead = torch.arange(300)[:, None] - torch.arange(300)
+        right = portattn.attention(q, k, v, mask=ahead <= width)
+        torch.testing.assert_close(portattn.attention(q, k, v, block_mask=blocks), right)
+    assert len(checked) == 2
 
 
 def test_a_graph_keeps_lists_of_a_function_without_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
