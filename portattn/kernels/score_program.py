@@ -243,7 +243,10 @@ class _Differentiation:
             case "erf":  # 2/√π · exp(−x²)
                 slope = make("mul", make("exp", make("neg", make("mul", x, x))), "1.1283791670955126")
                 self.add(x, make("mul", g, slope))
-            case "float_mod" | "half" | "bfloat16":
+            case "float_mod":
+                self.add(x, g)
+                self.add(y, make("neg", make("mul", g, make("float_floordiv", x, y))))
+            case "half" | "bfloat16":
                 self.add(x, g)
             # Rounding to whole numbers and `detach` have a derivative of 0; so have comparisons, which are no floats.
 
@@ -360,6 +363,9 @@ def _lines(program: ScoreProgram, floats: bool = False, axes: str = "", long: It
         text = functools.partial(_operand, wanted=along[node.name], along=along, axes=axes)
         if node.op == "load":
             made = _load(node, program, text, long)
+        elif node.op == "where" and node.kind == "l" and all(literal(word) is not None for word in node.operands[1:]):
+            shown, first, other = map(text, node.operands)
+            made = f"tl.where({shown}, ({shown}).to(tl.int64) * 0 + {first}, {other})"  # Triton's numbers are int32
         elif floats and node.op == "to_f" and (sums := _as_floats(node.operands[0], nodes, text)):
             made = sums
         else:

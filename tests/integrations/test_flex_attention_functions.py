@@ -61,13 +61,13 @@ def test_random_programs_on_kernels(seed: int) -> None:
 
 @pytest.mark.interpreter
 def test_kernels_add_gradients_of_captured_tensors() -> None:
-    """Of packed rows and transformed calls, too; in deterministic mode the reference computes them."""
+    """Of packed rows, transformed calls and divisors, too; in deterministic mode the reference computes them."""
     rows = torch.tensor([0, 20, 20, ROWS], dtype=torch.int32)
     packed = [tensor[0].transpose(0, 1) for tensor in qkv(keys=ROWS)]
     table = torch.randn(HEADS, 2 * ROWS).requires_grad_()
 
-    def call(own: torch.Tensor) -> torch.Tensor:
-        mod = lambda s, b, h, i, j: s + own[h, i - j + ROWS]  # noqa: E731
+    def call(c: torch.Tensor) -> torch.Tensor:
+        mod = lambda s, b, h, i, j: s % c[h, 3].exp() + c[h, i - j] + (torch.where(i > j, 1, 0) << 40 > 0)  # noqa: E731
         return portattn.varlen_attention(*packed, rows, rows, 20, 20, score_mod=mod, causal=True).square().sum()
 
     eagerly = lambda own: torch.autograd.grad(call(own), own)[0]  # noqa: E731
