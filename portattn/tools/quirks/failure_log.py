@@ -93,8 +93,10 @@ _ESCAPES = re.compile(
 _NEARLY_ALL = 0.9  # of a log's lines, before a plain prefix is taken for one
 _FEW = 3  # lines, too few to tell whether all lines of a log have a prefix
 _MOST_PREFIXES = 8  # of one line
+_LONGEST_LINE = 2**15  # characters
 # An exception in the words of repr(): its line breaks are two characters.
-_QUOTED = re.compile(r"\b\w*(?:Error|Exception|OutOfResources)\((['\"])[^\n]*?(?<!\\)\\n")
+_QUOTED = re.compile(r"(?:Error|Exception|OutOfResources)\(['\"]")
+_QUOTED_BREAK = re.compile(r"(?<!\\)\\n")
 _END_OF_REPR = re.compile(r"['\"]\)>?\s*$")
 _ASSERTING = re.compile(r"\w\.(?:cpp|h|cc|inc):\d+:")
 _MOST_WRAPPED = 6  # lines that follow the first of an assertion
@@ -166,7 +168,8 @@ def normalise(text: str) -> Stream:
             if prefix.on_every_line and _has_nearly_all(lines, prefix):
                 lines = [_without(line, prefix) or line for line in lines]
         lines = _joined([_stripped(line) for line in lines])
-    unquoted = [Line(line.number, part.rstrip(), line.stream) for line in lines for part in _unquoted(line.text)]
+    parts = [(line, _limited(part.rstrip())) for line in lines for part in _unquoted(line.text)]
+    unquoted = [Line(line.number, part, line.stream) for line, part in parts]
     return Stream("", tuple(_unwrapped(unquoted)), ended=text.endswith("\n") or not text)
 
 
@@ -195,7 +198,7 @@ def _without(line: Line, prefix: Prefix) -> Line | None:
 
 
 def _stripped(line: Line) -> Line:
-    for _ in range(_MOST_PREFIXES):
+    for _ in range(_MOST_PREFIXES if line.text else 0):
         tried = (_without(line, prefix) for prefix in patterns().prefix if not prefix.on_every_line)
         found = next(filter(None, tried), None)
         if found is None:
@@ -220,7 +223,14 @@ def _joined(lines: Iterable[Line]) -> list[Line]:
 
 
 def _unquoted(text: str) -> list[str]:
-    return re.split(r"(?<!\\)\\n", _END_OF_REPR.sub("", text)) if _QUOTED.search(text) else [text]
+    quoted = _QUOTED.search(text)  # the first one: a search for both at once takes a time that grows with the square
+    broken = quoted and _QUOTED_BREAK.search(text, quoted.end())
+    return _QUOTED_BREAK.split(_END_OF_REPR.sub("", text)) if broken else [text]
+
+
+def _limited(text: str) -> str:
+    """Return a line without the middle of a long one: most patterns are searched at each of its characters."""
+    return text if len(text) <= _LONGEST_LINE else f"{text[: _LONGEST_LINE // 2]} … {text[-_LONGEST_LINE // 2 :]}"
 
 
 def _unwrapped(lines: list[Line]) -> Iterator[Line]:
@@ -250,7 +260,7 @@ def _rejoined(text: str, rest: str) -> str:
 _ENDS = re.compile(
     r"^(?:[\w.]+(?:Error|Exception)|[\w.]+\.OutOfResources)\b(?![^\n]*codegen error)[^\n]*[^\n:]$"
     r"(?!\n+(?:[ \t]|///|During handling|The above exception|loc\(|\[Convert|error:|[\"')]))"
-    r"|^\s*///-+\[ERROR\]\[Triton\]\[END\]-*$"
+    r"|^[^\S\n]*///-+\[ERROR\]\[Triton\]\[END\]-*$"
     r"|^(?:.*\bcore dumped\b.*|Aborted|Segmentation fault|exit status \d+)$"
     r"|^.*(?:Assertion [`'].*' failed\.?|UNREACHABLE executed at .*|LLVM ERROR: (?!Cannot select: (?:0x|t\d)).*)$"
     r"|^(?:FAILED|PASSED|ERROR) \S+::.*$",

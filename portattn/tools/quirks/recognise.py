@@ -24,7 +24,7 @@ _CRASHED = re.compile(
     r"|UNREACHABLE executed|exit ?(?:status|code)\s*[:=]?\s*(?:134|139|-6|-11)\b|died of signal|core dumped",
     re.MULTILINE,
 )
-_RAISED = re.compile(r"Traceback \(most recent call last\)[\s\S]*^\S*(?:Error|Exception)\b", re.MULTILINE)
+_RAISED = re.compile(r"^\S*(?:Error|Exception)\b", re.MULTILINE)  # behind a traceback's title
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,7 +87,8 @@ def _describe(found: _Match, text: str, around: str, names: Iterable[str], cut: 
     # An assertion's line holds a whole C++ signature: the file and the condition say what it is.
     shown = f"{parts['file']}: {parts['said']}" if "said" in parts else match["cause"]
     # A compiler that printed an error and then died has crashed its caller.
-    died = _CRASHED.search(around) is not None and _RAISED.search(around) is None
+    traced = around.find("Traceback (most recent call last)")
+    died = _CRASHED.search(around) is not None and (traced < 0 or _RAISED.search(around, traced) is None)
     return Failure(
         kind=row.name, family=row.family, stage=row.stage or stage_of(around),
         symptom="compiler-crash" if row.symptom == "compile-error" and died else row.symptom,

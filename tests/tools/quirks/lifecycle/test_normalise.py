@@ -19,9 +19,8 @@ def test_every_prefix_is_tried() -> None:
 def test_a_prefix(name: str, prefix: str, stream: str) -> None:
     lines = ["Traceback (most recent call last):", '  File "k.py", line 1', ERROR, ""]
     log = normalise("".join(f"{prefix}{line}".rstrip() + "\n" for line in lines))
-    assert [(line.number, line.text, line.stream) for line in log.lines] == [
-        (number, line, stream) for number, line in enumerate(lines, 1)
-    ]
+    found = [(line.number, line.text, line.stream) for line in log.lines]
+    assert found == [(number, line, stream) for number, line in enumerate(lines, 1)]
 
 
 def test_prefixes_of_prefixes() -> None:
@@ -59,6 +58,7 @@ def test_a_line_that_was_overwritten_is_several_and_one_that_a_collector_cut_is_
     now = "2026-11-02T08:15:30.1Z std"
     log = normalise(f"{now}err P one \n{now}out F other\n{now}err P two \n{now}err F three\n{now}err F four\n")
     assert log.text.splitlines() == ["one other", "two three", "four"], "of one stream, as the two outputs are"
+    assert len(normalise(f"{ERROR} {'_' * 2**20}\n").text) < 2**16, "a long line loses its middle"
 
 
 def test_windows_writes_utf_16() -> None:
