@@ -5,17 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from opcalls import (
-    CALLS,
-    assert_right,
-    given,
-    int32,
-    paths,
-    perform,
-    problem,
-    use_small_tiles,
-    watched,
-)
+from opcalls import CALLS, assert_right, given, int32, paths, perform, problem, use_small_tiles, watched
 from support import Device, poisoned, random_call
 
 import portattn

@@ -7,14 +7,7 @@ import torch
 from support import Device, problem, random_call
 from test_quantised_accuracy import INPUTS
 from test_quantised_caches import IN_WORDS, SMALL
-from test_quantised_words import (
-    check_bytes_of_int4,
-    check_exact_words,
-    check_words,
-    narrow,
-    unpackings,
-    without_pages,
-)
+from test_quantised_words import check_bytes_of_int4, check_exact_words, check_words, narrow, unpackings, without_pages
 
 FEW = {"block_m": 8, "block_n": 32}
 PAGES: dict[str, Any] = {"op": "paged_attention", "seq_k": 96, "head_dim": 64, "page_size": 8}

@@ -17,27 +17,17 @@ def above(f: Format, a: int, b: int, largest: bool) -> bool:
 def extreme(f: Format, family: int, largest: bool, ieee: bool) -> Pick:
     """V_MAX and V_MIN of gfx9 and gfx11, V_MAX_NUM and V_MIN_NUM of gfx12."""
 
-    def gfx9(a: int, b: int) -> int:
-        if ieee and is_signalling(f, a):
-            return a | f.quiet
-        if ieee and is_signalling(f, b):
-            return b | f.quiet
-        if is_nan(f, a):
-            return b
-        if is_nan(f, b):
-            return a
-        return a if above(f, a, b, largest) or a == b else b
+    def older(swapped: bool) -> Pick:
+        def pick(a: int, b: int) -> int:
+            for x in (a, b):
+                if ieee and is_signalling(f, x):
+                    return x | f.quiet
+            for asked, other in ((b, a), (a, b)) if swapped else ((a, b), (b, a)):
+                if is_nan(f, asked):
+                    return other
+            return a if above(f, a, b, largest) or (not swapped and a == b) else b
 
-    def gfx11(a: int, b: int) -> int:
-        if ieee and is_signalling(f, a):
-            return a | f.quiet
-        if ieee and is_signalling(f, b):
-            return b | f.quiet
-        if is_nan(f, b):
-            return a
-        if is_nan(f, a):
-            return b
-        return a if above(f, a, b, largest) else b
+        return pick
 
     def gfx12(a: int, b: int) -> int:
         if is_nan(f, a) and is_nan(f, b):
@@ -48,7 +38,7 @@ def extreme(f: Format, family: int, largest: bool, ieee: bool) -> Pick:
             return a
         return a if above(f, a, b, largest) else b
 
-    return {9: gfx9, 11: gfx11, 12: gfx12}[family]
+    return {9: older(False), 11: older(True), 12: gfx12}[family]
 
 
 def propagating(f: Format, largest: bool) -> Pick:
