@@ -391,13 +391,12 @@ def test_what_was_timed_takes_the_entry_that_says_so():
             assert found.find(entry.kernel, problem.features(), toolchain, variant=True) is entry, figure.problem
             assert found.timed_with(entry) == source.toolchain
             seen += 1
-    assert seen > 50
+    assert seen > 40
 
 
 @pytest.mark.parametrize("release", ["3.6.0", "3.7.1", "3.8.0", "3.9.0"])
 def test_gradients_of_grouped_heads_and_repeatable_ones_have_no_release_of_their_own(release):
-    """Which blocks add to dQ at a time depends on both, and neither was searched by release. Groups apart were timed
-    with 3.6.0 alone, also of grouped heads."""
+    """Which blocks add to dQ at a time depends on both, and neither was searched by release. 3.7.1 takes no groups."""
     toolchain = Toolchain.parse(f"triton=={release}")
     for dim, causal, rows, (heads_k, repeats) in itertools.product(
         (64, 128), ("none", "bottom_right"), (512, 1024, 4096, 16384), ((2, False), (16, True), (2, True))
@@ -406,6 +405,7 @@ def test_gradients_of_grouped_heads_and_repeatable_ones_have_no_release_of_their
             head_dim=dim, head_dim_v=dim, causal=causal, deterministic=repeats, seq_q=rows, seq_k=rows, heads_q=16,
             heads_k=heads_k,
         )  # fmt: skip
-        found, apart = backward.choice(p, toolchain).schedule, release == "3.6.0" and not repeats and rows > 512
-        assert found == backward.choice(p, toolchain if apart else Toolchain.parse("triton==3.7.1")).schedule
+        found, apart = backward.choice(p, toolchain).schedule, release != "3.7.1" and not repeats and rows > 512
+        other = Toolchain.parse("triton==3.6.0" if apart else "triton==3.7.1")
+        assert found == backward.choice(p, other).schedule
         assert found.apart is apart
