@@ -140,8 +140,10 @@ def _produce(q_desc, do_desc, k_desc, v_desc, edge_q_desc, edge_do_desc, statist
             mbarrier.expect(shared.k_full.index(t & 1), form.KEYS * form.DIM * 2)
             load(k_desc, [work.slot, work.head, key, 0], shared.k_full.index(t & 1), shared.k.index(t & 1))
         else:
+            # No query sees the block, so that nothing holds the consumers back: they would write its zeros before the
+            # writer has asked for the block before. dK of that block is stored last.
+            mbarrier.wait(shared.k_free.index((t + 1) & 1), ((t - 1) >> 1) & 1)
             mbarrier.arrive(shared.k_full.index(t & 1))
-            mbarrier.wait(shared.v_free.index(t & (values - 1)), ((t >> (values - 1)) & 1) ^ 1)
         m, head = tiles.begin, work.head * sizes.share
         for j in range(steps):
             slot = i & 1
