@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from portattn.kernels.score_program import FLOAT_INDICES, gradient, parse, python_source
+from portattn.kernels.score_program import FLOAT_INDICES, Node, gradient, literal, parse, python_source
 from portattn.schema.problem import Problem
 from portattn.schema.symbolic_int import most
 from portattn.schema.toolchain import Toolchain
@@ -126,12 +126,18 @@ def _loads_for_each_score(text: str) -> bool:
     return False
 
 
+def _may_be_infinite(node: Node) -> bool:
+    """Return whether an operation may make -inf of a number: a logarithm, or a division by what may be 0."""
+    divides = node.op == "div" and literal(node.operands[1]) in (None, 0)
+    return node.op in ("log", "log2") or divides or any(word.lstrip("-") == "inf" for word in node.operands)
+
+
 def function_reasons(p: Problem) -> dict[str, bool]:
     """Return the reasons why a variant takes no functions or lists of blocks of a problem, and whether each holds."""
     nodes = [node for text in (p.score_mod, p.mask_mod) if text for node in parse(text).nodes]
     spilled, count = sorted({node.op for node in nodes} & SPILLED), len(nodes)
     slope = len(parse(gradient(p.score_mod)).nodes) if p.backward and p.score_mod else 0
-    infinite = any(word.lstrip("-") == "inf" for node in nodes for word in node.operands)
+    infinite = any(map(_may_be_infinite, nodes))
     captures = any(parse(text).captures for text in (p.score_mod, p.mask_mod) if text)
     loads = any(map(_loads_for_each_score, (p.score_mod, p.mask_mod)))
     limited = p.causal != "none" or p.window or p.seqlens_q or p.seqlens_k

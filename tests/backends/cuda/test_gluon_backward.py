@@ -67,6 +67,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "bias": ({"bias": True}, "takes no bias"), "hiding": ({"score_mod": HIDING}, "functions that may hide keys"),
     "dropout": ({"dropout": True}, "takes no dropout"), "ALiBi": ({"alibi_slopes": True}, "takes no alibi_slopes"),
     "left padding": ({"leftpad_q": True}, "takes no leftpad_q"),
+    "log": ({"score_mod": "t0 f log score\nout t0"}, "hide keys"),
     "fp32": ({"dtype": "fp32"}, "takes fp16 and bf16, not fp32"),
     "wide heads": ({"head_dim": 288, "head_dim_v": 128}, "takes heads of at most 256 columns, not 288"),
     "wide values": ({"head_dim_v": 264}, "takes heads of at most 256 columns, not 264"),
