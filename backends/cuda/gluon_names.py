@@ -64,7 +64,10 @@ CARRIES_ADDRESSES: gl.constexpr = gl.constexpr(tuple(map(int, triton.__version__
 
 aggregate = gluon.aggregate if hasattr(gluon, "aggregate") else core._aggregate
 
-__all__ = ["CARRIES_ADDRESSES", "aggregate", "arrive", "gather", "load", "reduce_add", "reinterpreted", "store", "sync"]
+__all__ = [
+    "CARRIES_ADDRESSES", "aggregate", "arrive", "gather", "hide", "load", "reduce_add", "reinterpreted", "store",
+    "sync",
+]  # fmt: skip
 
 
 # The hardware's named barriers. A call names a barrier, and how many threads meet there. There are 16 in a block.
@@ -82,3 +85,10 @@ def arrive(barrier, threads):
     gl.inline_asm_elementwise(
         "bar.arrive $1, $2; mov.b32 $0, 0;", "=r,r,r", [barrier, threads], dtype=gl.int32, is_pure=False, pack=1
     )
+
+
+@gluon.jit
+def hide(n):
+    """Return an int32 as unknown to the compiler, which computes anew what follows from it: a loop's steps else have
+    such values in common, and keep them in registers or spill them."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [n], dtype=gl.int32, is_pure=False, pack=1)

@@ -13,8 +13,8 @@ Of a tile's dQ each group computes 64 rows (ROWS = 128), or half the columns of 
 
 A program stays on its multiprocessor and draws blocks of keys, so that a block's K, V and first query tile are on their
 way while the block before is computed, and dK and dV are stored by the writer while the next one is. Started anew for
-each block, a program waited 4,000 to 5,000 cycles for its first tiles, and 2,500 at its end; a step takes 3,500 to
-3,900 (H200, D = 64 and 128, S = 1,024).
+each block, a program had its first tiles after 3,000 to 5,000 cycles, and ended 2,800 to 4,200 after its last step; a
+step takes 3,400 to 4,000 (H200, D = 64 and 128, S = 1,024).
 """
 
 from triton.experimental import gluon
@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from portattn.backends.cuda.gluon_names import aggregate, arrive, load, reduce_add, store, sync
+from portattn.backends.cuda.gluon_names import aggregate, arrive, hide, load, reduce_add, store, sync
 from portattn.backends.cuda.hopper_backward.consumer import (
     DO_FREE,
     PARTY,
@@ -36,7 +36,14 @@ from portattn.backends.cuda.hopper_backward.consumer import (
     TOGETHER,
     clear_rows_outside,
 )
-from portattn.backends.cuda.hopper_backward.tile_scheduler import first_seen, query_tiles, rows_loaded, work_of
+from portattn.backends.cuda.hopper_backward.tile_scheduler import (
+    ONE,
+    first_seen,
+    queries_loaded,
+    query_tiles,
+    rows_loaded,
+    work_of,
+)
 from portattn.backends.cuda.hopper_forward.tile_scheduler import attention_mask, last_seen
 
 # Named barriers beside consumer.py's: half g of a tile of dQ lies in shared memory; its memory may be written again.
@@ -46,7 +53,6 @@ MEETING: gl.constexpr = gl.constexpr(15)
 HALF_PARTY: gl.constexpr = gl.constexpr(128 + 32)  # a group, and the writer
 CONSUMER: gl.constexpr = gl.constexpr(240)  # registers of a thread
 HALF: gl.constexpr = gl.constexpr(64)  # keys of a group
-_ONE: gl.constexpr = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @aggregate
@@ -108,7 +114,7 @@ def _shared_memory(q_desc, do_desc, k_desc, v_desc, statistics_desc, dq_desc, fo
         _barriers(values, 1),
         _barriers(1, 2),
         _barriers(1, 2),
-        gl.allocate_shared_memory(gl.int32, [2, 1], _ONE),
+        gl.allocate_shared_memory(gl.int32, [2, 1], ONE),
     )
 
 
@@ -147,12 +153,8 @@ def _produce(q_desc, do_desc, k_desc, v_desc, edge_q_desc, edge_do_desc, statist
         m, head = tiles.begin, work.head * sizes.share
         for j in range(steps):
             slot = i & 1
-            tile = (work.slot * sizes.heads * sizes.share + head) * sizes.query_tiles + work.tile + m
             sync(Q_FREE + slot, PARTY)
-            q_full = shared.q_full.index(slot)
-            mbarrier.expect(q_full, form.ROWS * (form.DIM * 2 + 8))
-            rows_loaded(q_desc, edge_q_desc, work, head, m, q_full, shared.q.index(slot), sizes, form)
-            load(statistics_desc, [tile * 2, 0], q_full, shared.statistics.index(slot))
+            queries_loaded(q_desc, edge_q_desc, statistics_desc, work, head, m, slot, shared, sizes, form)
             sync(DO_FREE + slot, PARTY)
             do_full = shared.do_full.index(slot)
             if j == 0:
@@ -224,16 +226,9 @@ def _write(dq_desc, dk_desc, dv_desc, sizes, shared, form):
 
 
 @gluon.jit
-def _hidden(n):
-    """Return a number as unknown to the compiler, which computes anew what follows from it: else registers that all
-    steps have in common are spilled."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [n], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def _masked(p, m, group: gl.constexpr, work, sizes, form):
     """Return P of a tile in which some row does not see all of the keys."""
-    first = _hidden(work.start + group * HALF)
+    first = hide(work.start + group * HALF)
     keys = gl.expand_dims(first + gl.arange(0, HALF, gl.SliceLayout(1, form.SCORES)), 1)
     rows = gl.arange(0, form.ROWS, gl.SliceLayout(0, form.SCORES))
     rows = gl.expand_dims(m * form.ROWS + rows, 0)
@@ -301,7 +296,7 @@ def _put(dq, shared, group: gl.constexpr, form):
 def _step(i, place, m, dk, dv, work, scale, sizes, shared, group: gl.constexpr, masked: gl.constexpr, form):
     """Process a tile. place: the block's number in the program, its first step and its last one."""
     t, first, last = place
-    t = _hidden(t)  # addresses of K, for each product
+    t = hide(t)  # addresses of K, for each product
     slot = i & 1
     if group == 1:
         sync(MEETING, THREADS)
@@ -333,12 +328,12 @@ def _tiles_of_head(i, place, dk, dv, tiles, work, scale, sizes, shared, group: g
     """Do the steps of a query head, those with a mask in loops of their own: a branch would take registers from all."""
     head = i - tiles.begin  # the step of the head's query tile 0
     for j in range(i, head + tiles.clean):
-        dk, dv = _step(_hidden(j), place, j - head, dk, dv, work, scale, sizes, shared, group, True, form)
+        dk, dv = _step(hide(j), place, j - head, dk, dv, work, scale, sizes, shared, group, True, form)
     for j in range(head + tiles.clean, head + tiles.unclean):
-        dk, dv = _step(_hidden(j), place, j, dk, dv, work, scale, sizes, shared, group, False, form)
+        dk, dv = _step(hide(j), place, j, dk, dv, work, scale, sizes, shared, group, False, form)
     if form.LEFT:
         for j in range(head + tiles.unclean, head + tiles.end):
-            dk, dv = _step(_hidden(j), place, j - head, dk, dv, work, scale, sizes, shared, group, True, form)
+            dk, dv = _step(hide(j), place, j - head, dk, dv, work, scale, sizes, shared, group, True, form)
     return head + tiles.end, dk, dv
 
 
@@ -372,7 +367,7 @@ def _consume(scale, factor, sizes, shared, group: gl.constexpr, form):
         place = t, i, i + steps - 1
         if not form.MASKED:
             for step in range(i, i + steps):
-                dk, dv = _step(_hidden(step), place, step, dk, dv, work, scale, sizes, shared, group, False, form)
+                dk, dv = _step(hide(step), place, step, dk, dv, work, scale, sizes, shared, group, False, form)
             i += steps
         elif form.GROUPED:
             for _head in range(sizes.share):

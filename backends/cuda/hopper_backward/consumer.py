@@ -32,8 +32,8 @@ from portattn.backends.cuda.hopper_forward.tile_scheduler import attention_mask,
 
 @gluon.jit
 def rows_stored(place, flat, desc, pointer, stride_h, stride_s, slot, head, first, rows, ROWS: gl.constexpr,
-                DIM: gl.constexpr, VARYING: gl.constexpr, WARPS: gl.constexpr):  # fmt: skip
-    """Store rows of shared memory to global memory, with so many warps.
+                DIM: gl.constexpr, VARYING: gl.constexpr):  # fmt: skip
+    """Store rows of shared memory to global memory, by eight warps.
 
     The last rows of a packed sequence are stored through pointers, so that the next sequence's rows keep their values.
 
@@ -45,7 +45,7 @@ def rows_stored(place, flat, desc, pointer, stride_h, stride_s, slot, head, firs
         store(desc, [slot, head, first, 0], place)
         tma.store_wait(0)
     else:
-        layout: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [WARPS, 1], [1, 0])
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [8, 1], [1, 0])
         # In steps of 8 columns, which heads and strides have too, so that 16 bytes are stored at a time.
         start = pointer + (first.to(gl.int64) * stride_s + head.to(gl.int64) * stride_h) * 8
         row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
@@ -346,6 +346,6 @@ def consume(dk_desc, dv_desc, grad_k, grad_v, dk_strides, dv_strides, scales, fa
     if work.rows > 0:
         at = work.k_first + work.start
         rows_stored(shared.v, v, dv_desc, grad_v, dv_strides[0], dv_strides[1], work.slot, work.head, at, work.rows,
-                    form.KEYS, form.DIM, form.VARYING, 8)  # fmt: skip
+                    form.KEYS, form.DIM, form.VARYING)  # fmt: skip
         rows_stored(shared.k, k, dk_desc, grad_k, dk_strides[0], dk_strides[1], work.slot, work.head, at, work.rows,
-                    form.KEYS, form.DIM, form.VARYING, 8)  # fmt: skip
+                    form.KEYS, form.DIM, form.VARYING)  # fmt: skip

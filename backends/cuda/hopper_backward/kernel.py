@@ -40,6 +40,7 @@ from portattn.backends.cuda.hopper_backward.tile_scheduler import (
     member_of,
     pass_turn,
     place_of,
+    queries_loaded,
     query_tiles,
     rows_loaded,
     tile_at,
@@ -64,12 +65,8 @@ def _produce(q_desc, do_desc, k_desc, v_desc, edge_q_desc, edge_do_desc, statist
     for i in range(count * sizes.share):
         m = tile_at(place_of(i, count, sizes, form), tiles, block, form)
         head = work.head * sizes.share + member_of(i, count, sizes, form)
-        tile = (work.slot * sizes.heads * sizes.share + head) * sizes.query_tiles + work.tile + m
         sync(Q_FREE + slot, PARTY)
-        q_full = shared.q_full.index(slot)
-        mbarrier.expect(q_full, form.ROWS * (form.DIM * 2 + 8))
-        rows_loaded(q_desc, edge_q_desc, work, head, m, q_full, shared.q.index(slot), sizes, form)
-        load(statistics_desc, [tile * 2, 0], q_full, shared.statistics.index(slot))
+        queries_loaded(q_desc, edge_q_desc, statistics_desc, work, head, m, slot, shared, sizes, form)
         if i == 0:
             mbarrier.expect(shared.kv_full.index(1), form.KEYS * form.DIM * 2)
             load(v_desc, [work.slot, work.head, key, 0], shared.kv_full.index(1), shared.v)

@@ -258,7 +258,7 @@ def _consume(dq_desc, out, stride_h, stride_s, statistics, scales, factor, sizes
     sync(TOGETHER, THREADS)
     if work.rows > 0:
         rows_stored(shared.q, place, dq_desc, out, stride_h, stride_s, work.slot, work.head, work.q_first + work.start,
-                    work.rows, form.ROWS, form.DIM, form.VARYING, 8)  # fmt: skip
+                    work.rows, form.ROWS, form.DIM, form.VARYING)  # fmt: skip
 
 
 @gluon.jit(

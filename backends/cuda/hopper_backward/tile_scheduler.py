@@ -30,6 +30,7 @@ its own additions.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from portattn.backends.cuda.gluon_names import aggregate, load
 from portattn.backends.cuda.hopper_backward import STATISTICS_ROWS
@@ -409,19 +410,29 @@ def rows_loaded(desc, edge_desc, work, head, m, barrier, place, sizes, form):
         load(desc, [work.slot, head, work.q_first + row, 0], barrier, place)
 
 
+@gluon.jit
+def queries_loaded(q_desc, edge_q_desc, statistics_desc, work, head, m, slot, shared, sizes, form):
+    """Begin to load a tile of Q and its statistics into a buffer."""
+    tile = (work.slot * sizes.heads * sizes.share + head) * sizes.query_tiles + work.tile + m
+    q_full = shared.q_full.index(slot)
+    mbarrier.expect(q_full, form.ROWS * (form.DIM * 2 + 8))
+    rows_loaded(q_desc, edge_q_desc, work, head, m, q_full, shared.q.index(slot), sizes, form)
+    load(statistics_desc, [tile * 2, 0], q_full, shared.statistics.index(slot))
+
+
 # Named barriers of the two writers, beside the barriers of consumer.py: a writer arrives once it knows its tile, so
 # that the other writer may wait for the next.
 TO_FIRST: gl.constexpr = gl.constexpr(14)
 TO_SECOND: gl.constexpr = gl.constexpr(15)
 WRITERS: gl.constexpr = gl.constexpr(64)
-_ONE: gl.constexpr = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+ONE: gl.constexpr = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
 def draw(turns):
     """Draw the block's number, the count of blocks that began before it, into shared memory."""
     number = gl.atomic_add(turns, 1, sem="relaxed", scope="gpu")
-    place = gl.allocate_shared_memory(gl.int32, [1], _ONE)
+    place = gl.allocate_shared_memory(gl.int32, [1], ONE)
     place.store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [8], [0])))
     return place
 

@@ -22,7 +22,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from portattn.backends.cuda.gluon_names import CARRIES_ADDRESSES, arrive, reinterpreted
+from portattn.backends.cuda.gluon_names import CARRIES_ADDRESSES, arrive, hide, reinterpreted
 from portattn.backends.cuda.hopper_forward import GROUP_ROWS
 from portattn.backends.cuda.hopper_forward.fragments import (
     lane_maximum,
@@ -285,7 +285,7 @@ def lane_scales(scale, n, form):
 def hide_from_llvm(n):
     """Return a loop's number as unknown to LLVM: else a tile's addresses take 60 registers of a thread."""
     if CARRIES_ADDRESSES:
-        n = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [n], dtype=gl.int32, is_pure=False, pack=1)
+        n = hide(n)
     return n
 
 
