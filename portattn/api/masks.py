@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from portattn.api.score_functions import KeptLists, cached_trace, is_capturing, kept_lists, made_once
+from portattn.api.score_functions import KeptLists, cached_trace, is_capturing, kept_lists, made_once, state_of
 from portattn.config import Settings, current
 from portattn.errors import ArgumentError, warn_caller
 from portattn.launch.torch_compat import in_mode
@@ -245,7 +245,7 @@ def block_tensors(
     seen = _seen.get(block_mask)
     if seen is not None and seen.settings is settings and seen.call == call:
         same = all(map(operator.is_, fields, seen.fields))
-        if same and _states(fields) == seen.states:
+        if same and [state_of(t) for t in fields[:4] if t is not None] == seen.states:
             if seen.kept is not None:
                 seen.kept.wait()
                 return seen.found
@@ -254,12 +254,9 @@ def block_tensors(
     found = _block_tensors(*given)
     kept = kept_lists(found[0]) if found[1] is None else None
     if kept is not None or (found[0] is None and found[3] is not None):
-        _seen[block_mask] = _Seen(fields, _states(fields), call, settings, kept, found)
+        states = [state_of(t) for t in fields[:4] if t is not None]
+        _seen[block_mask] = _Seen(fields, states, call, settings, kept, found)
     return found
-
-
-def _states(fields: tuple[Any, ...]) -> list[Any]:
-    return [(t._version, t.data_ptr()) for t in fields[:4] if t is not None]  # as made_once, which sees .data =
 
 
 def _block_tensors(

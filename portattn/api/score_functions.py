@@ -327,8 +327,8 @@ def _traced_outside(op: str, name: str, function: Any, before: Captured, q: Any)
     if not torch.compiler.is_dynamo_compiling():  # what dynamo leaves out costs a call 2 µs
         return _traced(op, name, function, before, q)
     # Dynamo knows no closure's cells here, and guards a function by its code.
-    known = isinstance(function, types.FunctionType)
-    if known and not function.__code__.co_freevars and (text := _text_of_code(op, name, function)):
+    alone = isinstance(function, types.FunctionType) and not function.__code__.co_freevars
+    if alone and (text := _text_of_code(op, name, function)):
         return text, *before
     return left_out["score functions"](op, name, function, before, q)
 
@@ -402,8 +402,7 @@ def mask_blocks(
     if any(t is not None and torch._C._functorch.is_functorch_wrapped_tensor(t) for t in captured.values()):
         return None, None  # of vmap's tensors each has its own blocks
     free = not causal and window is None and chunk is None and alibi_slopes is None
-    whole = seqlens_q is None and seqlens_k is None
-    made = _cached_lists(mask_mod, captured, sizes, q.device, free, whole)
+    made = _cached_lists(mask_mod, captured, sizes, q.device, free, seqlens_q is None and seqlens_k is None)
     return made, None if made is None else (BLOCK, BLOCK)
 
 
@@ -413,13 +412,12 @@ def _cached_lists(
     key = _lists_of(text, sizes, free, whole)
     if key is None:
         return None
-    own, unlike = key
-    tensors = [captured[name] for name in own]  # score_mod's may be written at each step
+    tensors = [captured[name] for name in key[0]]  # score_mod's may be written at each step
 
     def make() -> torch.Tensor:
         return block_lists(block_marks(text, captured, sizes, (BLOCK, BLOCK), device), sizes[2:], (BLOCK, BLOCK))
 
-    return made_once((text, unlike, device), tensors, make)
+    return made_once((text, key[1], device), tensors, make)
 
 
 @functools.lru_cache(maxsize=_MOST_TRACES)
@@ -445,8 +443,7 @@ def made_once(key: Any, tensors: Sequence[torch.Tensor], make: Callable[[], torc
         return make()
     if tensors and is_capturing(tensors[0].device):
         return make()
-    # `t.data = other` changes no version, nor does a graph that is replayed.
-    key = (key, tuple((id(t), t._version, t.data_ptr()) for t in tensors))
+    key = (key, tuple((id(t), *state_of(t)) for t in tensors))
     with _lock:
         known = _lists.pop(key, None)
         if known is not None and all(ref() is t for ref, t in zip(known.of, tensors, strict=True)):
@@ -472,6 +469,11 @@ def made_once(key: Any, tensors: Sequence[torch.Tensor], make: Callable[[], torc
             while len(_lists) > _MOST_LISTS:
                 _lists.popitem(last=False)
     return made
+
+
+def state_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return all of a tensor that tells of writes: `t.data = other` changes no version, nor does a graph's replay."""
+    return tensor._version, tensor.data_ptr(), tensor.shape
 
 
 def kept_lists(lists: torch.Tensor) -> KeptLists | None:

@@ -114,7 +114,7 @@ def flex_attention(
         raise ArgumentError(WHO, "return_lse", return_lse, "must not go with return_aux, which has an lse of its own")
     if not isinstance(return_aux, (AuxRequest, types.NoneType)):
         raise ArgumentError(WHO, "return_aux", type(return_aux).__name__, "must be an AuxRequest or None")
-    backend = None if kernel_options is None else _path(kernel_options)
+    backend = _path(kernel_options)
     batch = query.shape[0]
     k, v = key, value
     if not (key.shape[0] == value.shape[0] == batch and key.dtype == value.dtype == query.dtype):
@@ -202,9 +202,11 @@ def _is_one_block(block_mask: BlockMask) -> bool:
 
 def _path(options: Mapping[str, Any] | None) -> str | None:
     """Return the path that kernel_options name, or None."""
-    if options is not None and not isinstance(options, Mapping):
+    if options is None:
+        return None
+    if not isinstance(options, Mapping):
         raise ArgumentError(WHO, "kernel_options", type(options).__name__, "must be a dict or None")
-    given = dict(options or {})
+    given = dict(options)
     for name in given:
         if str(name).removeprefix("fwd_").removeprefix("bwd_") not in (*_HINTS, "BACKEND"):
             limit = f"must be one of BACKEND, {', '.join(sorted(_HINTS))}"

@@ -332,8 +332,7 @@ def test_lists_are_made_once_until_they_are_written_to(monkeypatch: pytest.Monke
     monkeypatch.setattr(module, "block_lists", lambda *given: made.append(1) or block_lists(*given))
     monkeypatch.setattr(module, "_block_tensors", lambda *given: checked.append(1) or check(*given))
     q, k, v = torch.randn(3, 1, 2, 64, 16).unbind(0)
-    ones = torch.ones(1, 1, 4, dtype=torch.int32)
-    mask: Any = portattn.BlockMask(ones, torch.zeros(1, 1, 4, 4, dtype=torch.int32), block_size=(16, 16))
+    mask: Any = portattn.BlockMask(zeros(1, 1, 4).int() + 1, zeros(1, 1, 4, 4).int(), block_size=(16, 16))
     if torchs:
         mask = flex_attention.BlockMask.from_kv_blocks(*mask[:2], BLOCK_SIZE=(16, 16))
     assert torch.equal(*(portattn.attention(q, k, v, block_mask=mask) for _ in range(2)))
@@ -346,6 +345,10 @@ def test_lists_are_made_once_until_they_are_written_to(monkeypatch: pytest.Monke
     right = portattn.attention(q, k[:, :, :16], v[:, :, :16])
     assert torch.allclose(portattn.attention(q, k, v, block_mask=mask), right, atol=1e-5)
     assert len(made) == 3
+    mask.kv_indices.data = mask.kv_indices.data[:, :, :3]  # of the same address
+    with pytest.raises(portattn.ArgumentError, match="kv_indices"):
+        portattn.attention(q, k, v, block_mask=mask)
+    mask.kv_indices.data = torch.zeros(1, 1, 4, 1, dtype=torch.int32)
     for where in (score_functions, module):
         monkeypatch.setattr(where, "is_capturing", lambda device: True)
     portattn.attention(q, k, v, block_mask=mask)
@@ -368,8 +371,7 @@ def test_a_window_that_was_seen_is_checked_again_once_its_values_change(monkeypa
     blocks = create_block_mask(lambda b, h, q_idx, kv_idx: q_idx - kv_idx <= width, 1, 1, 300, 300, device="cpu")
     q, k, v = torch.randn(3, 1, 2, 300, 16).unbind(0)
     for width in (9, 9, 5):
-        ahead = torch.arange(300)[:, None] - torch.arange(300)
-        right = portattn.attention(q, k, v, mask=ahead <= width)
+        right = portattn.attention(q, k, v, mask=torch.arange(300)[:, None] - torch.arange(300) <= width)
         torch.testing.assert_close(portattn.attention(q, k, v, block_mask=blocks), right)
     assert len(checked) == 2
 
