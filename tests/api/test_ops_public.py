@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import reference_cases
 import torch
 from opcalls import CALLS, assert_right, given, int32, paths, perform, problem, use_small_tiles, watched
 from support import Device, poisoned, random_call
@@ -15,10 +16,7 @@ from portattn.errors import ArgumentError
 PLACED: dict[str, dict[str, Any]] = {
     "causal": {"causal": "bottom_right"}, "top_left": {"causal": "top_left"},
     "window": {"window_left": 4, "window_right": 2}, "bias": {"bias": True}, "mask": {"mask": True},
-    "all": {
-        "causal": "bottom_right", "window_left": 9, "softcap": True, "alibi_slopes": True, "sinks": True, "bias": True,
-        "mask": True,
-    },
+    "all": reference_cases.PLACED["all"],
 }  # fmt: skip
 CHOSEN: dict[str, dict[str, Any]] = {
     "log_weights": {"log_weights": True}, "magicpig": {"magicpig": True},

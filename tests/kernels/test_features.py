@@ -3,9 +3,9 @@
 from typing import Any
 
 import pytest
+import reference_cases
 import torch
 from kernel_cases import OPS, PAGED, SPLITTING, check, problem, run
-from reference_cases import TERMS
 from support import Device, assert_right, poisoned, random_call
 
 from portattn.reference import blockwise
@@ -32,10 +32,7 @@ PLACED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 GIVEN: dict[str, dict[str, Any]] = {
     "bias": {"bias": True}, "mask": {"mask": True},
-    "all": {
-        "causal": "bottom_right", "window_left": 9, "softcap": True, "alibi_slopes": True, "sinks": True, "bias": True,
-        "mask": True,
-    },
+    "all": reference_cases.PLACED["all"],
 }  # fmt: skip
 CHOSEN: dict[str, dict[str, Any]] = {
     "log_weights": {"log_weights": True}, "magicpig": {"magicpig": True},
@@ -50,8 +47,8 @@ ONCE = ("padded", "whole pages", "mla")  # their kernels' other ops go through a
 def features(name: str) -> dict[str, dict[str, Any]]:
     """Those that the op has: bias and mask are given for every pair of a query and a key."""
     if name.startswith("sparse"):
-        return TERMS | CHOSEN
-    return TERMS | PLACED | ({} if "total_q" in OPS[name] else GIVEN)
+        return reference_cases.TERMS | CHOSEN
+    return reference_cases.TERMS | PLACED | ({} if "total_q" in OPS[name] else GIVEN)
 
 
 CASES = [

@@ -391,7 +391,7 @@ def test_what_was_timed_takes_the_entry_that_says_so():
             assert found.find(entry.kernel, problem.features(), toolchain, variant=True) is entry, figure.problem
             assert found.timed_with(entry) == source.toolchain
             seen += 1
-    assert seen > 40
+    assert seen == 47
 
 
 @pytest.mark.parametrize("release", ["3.6.0", "3.7.1", "3.8.0", "3.9.0"])
@@ -406,6 +406,5 @@ def test_gradients_of_grouped_heads_and_repeatable_ones_have_no_release_of_their
             heads_k=heads_k,
         )  # fmt: skip
         found, apart = backward.choice(p, toolchain).schedule, release != "3.7.1" and not repeats and rows > 512
-        other = Toolchain.parse("triton==3.6.0" if apart else "triton==3.7.1")
-        assert found == backward.choice(p, other).schedule
+        assert found == backward.choice(p, Toolchain.parse(f"triton=={'3.6.0' if apart else '3.7.1'}")).schedule
         assert found.apart is apart
