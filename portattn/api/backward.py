@@ -18,6 +18,7 @@ from portattn.api.score_functions import made_once
 from portattn.api.torch_ops import SIGNATURES, OperatorSignature, arguments_of
 from portattn.config import Settings, current
 from portattn.errors import PathUnavailable
+from portattn.kernels.score_program import may_hide
 from portattn.launch import cache
 from portattn.launch.backward import rows_by_block
 from portattn.planning.backend import PathRejection
@@ -92,6 +93,8 @@ def gradients(
     if grad_out is None:
         grad_out = torch.zeros_like(out)
     own_place = way.source
+    if way.may_hide_rows(values):
+        tensors, grad_out = way.without_hidden_rows(tensors, values, lse, grad_out)
     if grad_lse is not None:
         grad_lse = grad_lse.contiguous().resolve_neg()
     found: Gradients = {}
@@ -149,6 +152,22 @@ class _Way:
         self._known: dict[Any, Any] = {}
         self._last: tuple[Any, Any, Any] = (None, None, None)  # values, the rest of the key, the result
 
+    def may_hide_rows(self, values: Sequence[Any]) -> bool:
+        """Return whether a score function may hide all keys from a row: no mask tells, and 0·NaN of it is NaN."""
+        program = values[self._forward.index("score_mod")] if "score_mod" in self._forward else None
+        return program is not None and may_hide(program)
+
+    def without_hidden_rows(
+        self, tensors: Sequence[Any], values: Sequence[Any], lse: torch.Tensor, grad_out: torch.Tensor
+    ) -> tuple[list[Any], torch.Tensor]:
+        """Return the tensors and the gradient with 0 in rows that attend nothing: kernels need not look for them."""
+        hidden = lse == float("-inf")
+        heads_first = "layout" in self._forward and values[self._forward.index("layout")] == "bhsd"
+        hidden = (hidden if heads_first else hidden.mT)[..., None]
+        found = list(tensors)
+        found[self.source["q"]] = tensors[self.source["q"]].masked_fill(hidden, 0.0)
+        return found, grad_out.masked_fill(hidden, 0.0)
+
     def native(
         self, arguments: Sequence[str], values: tuple[Any, ...], device_type: str, settings: Settings
     ) -> Callable[..., Any] | None:
@@ -161,7 +180,7 @@ class _Way:
         known = {place: name for name, place in self.source.items()}
         if fixed is None or self.lists_rows or not {known[place] for place in self.unknown}.isdisjoint(arguments):
             return None
-        if "block_mask" in arguments:
+        if "block_mask" in arguments or self.may_hide_rows(values):
             return None
         places = {name: place for place, name in enumerate((*arguments[1:], *_SAVED, *_OWN))}
         own = {name.removeprefix("grad_"): place for place, name in enumerate(_OWN[1:])}

@@ -21,7 +21,7 @@ import functools
 import hashlib
 import linecache
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -155,6 +155,11 @@ def parse(text: str) -> ScoreProgram:
     return ScoreProgram(captures, tuple(nodes), result)
 
 
+def fits(ranks: Sequence[int]) -> bool:
+    """Return whether a call's functions may read captured tensors of so many axes each."""
+    return len(ranks) <= CAPTURES and sum(ranks) <= SIZES
+
+
 def literal(word: str) -> bool | int | float | None:
     """Return the number that an operand names; None for a value or an input."""
     if not _NUMBER.fullmatch(word):
@@ -162,6 +167,17 @@ def literal(word: str) -> bool | int | float | None:
     if word in ("True", "False"):
         return word == "True"
     return int(word) if word.lstrip("-").isdigit() else float(word)
+
+
+def may_hide(text: str) -> bool:
+    """Return whether a program of scores may give -inf: by a constant, a captured tensor, a logarithm or a division."""
+    return any(
+        node.op in ("log", "log2")
+        or (node.op == "load" and node.kind == "f")
+        or (node.op == "div" and literal(node.operands[1]) in (None, 0))
+        or any(word.lstrip("-") == "inf" for word in node.operands)
+        for node in parse(text).nodes
+    )
 
 
 class _Differentiation:

@@ -11,6 +11,7 @@ import torch
 from kernel_cases import CAUSAL, check, problem
 from support import Device, assert_right, random_call, run_core
 
+import portattn
 from portattn.backends.cuda.schedules import ALIBI
 from portattn.kernels.score_program import CAPTURES, SIZES, load_function, python_source
 from portattn.reference.score_functions import evaluate
@@ -115,12 +116,28 @@ def test_lists_beside_quantised_operands(device: Device, name: str, kind: str, s
         assert_right(call, *run_core(device, call, {"operands": operands}, {"block_n": 16}))
 
 
-def test_gradients_of_rows_whose_scores_are_all_infinite(device: Device) -> None:
-    hidden = "t0 b ge q_idx 7\nt1 f where t0 score -inf\nout t1"
-    call = gradient_cases.random(device, score_mod=hidden)
-    assert call.grad_out is not None
-    call.grad_out.nan_to_num_(0.0)
-    gradient_cases.check(device, call)
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("hides", ["a constant", "a logarithm", "a tensor"])
+def test_gradients_of_rows_that_a_score_function_hides_may_be_nan(device: Device, hides: str, layout: str) -> None:
+    """No mask tells of such rows."""
+    added = torch.zeros(37, device=device.name)
+    added[3] = -torch.inf
+    mod = {
+        "a constant": lambda s, b, h, q, k: torch.where(q == 3, -torch.inf, s),
+        "a logarithm": lambda s, b, h, q, k: s + torch.log((q != 3).float()),
+        "a tensor": lambda s, b, h, q, k: s + added[q],
+    }[hides]
+    for path in (device.path, "auto"):
+        found = []
+        for value in (NAN, 0.0):
+            torch.manual_seed(0)
+            tensors = [torch.randn(1, 2, n, 64, dtype=torch.float16).to(device.name) for n in (37, 45, 45, 37)]
+            tensors[3][:, :, 3] = value
+            *given, grad = (t if layout == "bhsd" else t.transpose(1, 2).contiguous() for t in tensors)
+            given = [tensor.requires_grad_() for tensor in given]
+            out = portattn.attention(*given, score_mod=mod, layout=layout, backend=path)
+            found.append(torch.autograd.grad(out, given, grad))
+        torch.testing.assert_close(*found)
 
 
 def test_rows_hidden_from_all_keys_may_be_nan(device: Device) -> None:
