@@ -15,6 +15,7 @@ import torch
 from portattn.api.score_functions import KeptLists, cached_trace, is_capturing, kept_lists, made_once, state_of
 from portattn.config import Settings, current
 from portattn.errors import ArgumentError, warn_caller
+from portattn.kernels.score_program import fits
 from portattn.launch.torch_compat import in_mode
 from portattn.reference.dropout import block_mask
 from portattn.reference.score_functions import PART, WHOLE, block_lists
@@ -445,11 +446,12 @@ def _with_mod(
         return mask, mask_mod
     if not torch.compiler.is_compiling():
         try:
-            cached_trace(ATTENTION, "mask_mod", own)  # the trace that the call takes
+            _, tensors = cached_trace(ATTENTION, "mask_mod", own)  # the trace that the call takes
         except ArgumentError:
-            _warn_once()
-        else:
+            tensors = None
+        if tensors is not None and fits([tensor.ndim for tensor in tensors]):
             return mask, _and(own, mask_mod)
+        _warn_once()
     batch, heads = block_mask.kv_num_blocks.shape[:2]
     made = flex_attention.create_mask(own, batch, heads, rows, keys, device=str(q.device))
     return made if mask is None else made & mask, mask_mod
@@ -458,7 +460,7 @@ def _with_mod(
 @functools.lru_cache(maxsize=1)
 def _warn_once() -> None:
     warn_caller(
-        "block_mask's mask_mod cannot be traced, so attention computes it for every score at each call (create_mask: "
-        "Sq·Sk bytes a head that it tells apart); for less, give the mask once as mask=, and the lists as "
-        "portattn.BlockMask"
+        "block_mask's mask_mod cannot be traced, or reads too many tensors: attention computes it for every score at "
+        "each call (create_mask: Sq·Sk bytes a head that it tells apart); for less, give the mask once as mask=, and "
+        "the lists as portattn.BlockMask"
     )

@@ -23,7 +23,7 @@ from portattn.api.transform_checks import are_dispatched, called_while_traced, l
 from portattn.config import current
 from portattn.errors import ArgumentError
 from portattn.kernels import score_program
-from portattn.kernels.score_program import CAPTURES, INPUTS, SIZES, Node, ScoreProgram
+from portattn.kernels.score_program import CAPTURES, INPUTS, SIZES, Node, ScoreProgram, fits
 from portattn.launch.torch_compat import in_mode, runtime
 from portattn.reference.score_functions import block_lists, block_marks
 from portattn.schema.ops import CAPTURED
@@ -277,12 +277,12 @@ def _with_captured(
         if place == len(every):
             every.append(tensor)
         numbers.append(place)
-    axes = sum(tensor.ndim for tensor in every)
-    if len(every) > CAPTURES or axes > SIZES:
+    axes = [tensor.ndim for tensor in every]
+    if not fits(axes):
         limit = f"must read, with the other function, at most {CAPTURES} tensors of {SIZES} axes together"
-        raise ArgumentError(op, name, f"{len(every)} tensors of {axes} axes", limit)
+        raise ArgumentError(op, name, f"{len(every)} tensors of {sum(axes)} axes", limit)
     widened = [_storable(tensor) for tensor in every]
-    text = _renumbered(text, tuple(numbers), tuple(tensor.ndim for tensor in every))
+    text = _renumbered(text, tuple(numbers), tuple(axes))
     return text, *widened, *[None] * (CAPTURES - len(widened))
 
 

@@ -17,11 +17,13 @@ from torch.nn.attention import flex_attention as _torchs
 from torch.nn.attention.flex_attention import BlockMask, and_masks, create_mask, noop_mask, or_masks
 
 from portattn.api import ops
+from portattn.api.autocast import is_on
 from portattn.api.masks import made_lists
 from portattn.api.score_functions import cached_trace
 from portattn.api.signatures import request_of
 from portattn.api.transform_checks import leave_out, left_out
 from portattn.errors import ArgumentError
+from portattn.kernels.score_program import fits
 from portattn.reference.blockwise import largest_scores
 from portattn.reference.score_functions import WHOLE, block_marks
 from portattn.schema.ops import CAPTURED
@@ -33,8 +35,16 @@ __all__ = [
     "flex_attention", "noop_mask", "or_masks", "register_in_transformers",
 ]  # fmt: skip
 
+# torch's types and constants that code annotates its functions with.
+_OF_TORCH = ("FlexKernelOptions", "_DEFAULT_SPARSE_BLOCK_SIZE", "_mask_mod_signature", "_score_mod_signature")
 WHO = "flex_attention"
 _NAMES = {"q": "query", "k": "key", "v": "value"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _OF_TORCH:
+        return getattr(_torchs, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class FlexArgumentError(ArgumentError, NotImplementedError):
@@ -167,7 +177,8 @@ def _check(query: Any, key: Any, value: Any, block_mask: Any, enable_gqa: bool) 
         if tensor.ndim != 4:
             kind = ArgumentError if tensor.ndim < 2 else FlexArgumentError
             raise kind(WHO, f"{name}.ndim", tensor.ndim, "must be 4: (B, H, S, D)")
-        if tensor.dtype != query.dtype and tensor.dtype.itemsize >= query.dtype.itemsize:
+        wider = tensor.dtype != query.dtype and tensor.dtype.itemsize >= query.dtype.itemsize
+        if wider and not is_on(query):  # autocast gives all of them its own
             raise ArgumentError(
                 WHO, f"{name}.dtype", tensor.dtype, f"must be query's, {query.dtype}, or a narrower one"
             )
@@ -284,6 +295,8 @@ def _create(
     try:
         text, own = cached_trace("create_block_mask", "mask_mod", mask_mod)
     except ArgumentError:  # torch's errors for what is no mask_mod
+        text, own = "", []
+    if not text or not fits([tensor.ndim for tensor in own]):
         given = (mask_mod, *whole, rows, keys, place, tuple(block))
         return _torchs.create_block_mask(*given, separate_full_blocks=separate)
     captured = dict(zip(CAPTURED, (tensor.to(place) for tensor in own), strict=False))

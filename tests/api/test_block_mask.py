@@ -81,16 +81,24 @@ def untraceable(b: Any, h: Any, i: Any, j: Any) -> Any:
     return documents(b, h, i, j) & (torch.lgamma(i + 3.0) > 0.0)
 
 
-def test_torchs_block_mask() -> None:
+MANY = [torch.zeros(ROWS) for _ in range(5)]
+
+
+def reads_many(b: Any, h: Any, i: Any, j: Any) -> Any:
+    return documents(b, h, i, j) & (sum(each[i] for each in MANY) == 0.0)
+
+
+@pytest.mark.parametrize("other", [untraceable, reads_many])
+def test_torchs_block_mask(other: Any) -> None:
     q, k, v = tensors()
     blocks, unknown = (
         flex_attention.create_block_mask(mod, None, H, ROWS, KEYS, device="cpu", BLOCK_SIZE=SIZE)
-        for mod in (documents, untraceable)
+        for mod in (documents, other)
     )
     mask = flex_attention.create_mask(documents, 1, H, ROWS, KEYS, device="cpu")
     expected = portattn.attention(q, k, v, mask=mask)
     module._warn_once.cache_clear()
-    with pytest.warns(UserWarning, match="mask_mod cannot be traced, so attention computes it for every score") as said:
+    with pytest.warns(UserWarning, match="mask_mod cannot be traced, or reads too many tensors") as said:
         torch.testing.assert_close(portattn.attention(q, k, v, block_mask=unknown), expected)
     assert said[0].filename == __file__
     with warnings.catch_warnings():

@@ -116,6 +116,9 @@ def test_narrower_keys_are_cast() -> None:
     q, k, v = qkv(heads=HEADS)
     k, v = k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn)
     assert torch.equal(flex_attention(q, k, v), flex_attention(q, k.float(), v.float()))
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # which gives keys that are wider its dtype too
+        found = flex_attention(q.bfloat16(), k.float(), v.bfloat16())
+    assert torch.equal(found, flex_attention(q.bfloat16(), k.bfloat16(), v.bfloat16()))
 
 
 def assert_same_lists(ours: Any, right: Any) -> None:
