@@ -116,7 +116,7 @@ def row_statistics(
     o_stride_b, o_stride_h, o_stride_s, do_stride_b, do_stride_h, do_stride_s, q_stride_b, q_stride_h, q_stride_s,
     lse_stride_b, lse_stride_h, grad_lse_stride_b, grad_lse_stride_h, delta_stride_b, delta_stride_h,
     heads, seq_q, batches, tiles, D: tl.constexpr, D_V: tl.constexpr,
-    ROWS: tl.constexpr, DIM: tl.constexpr, VARYING: tl.constexpr,
+    ROWS: tl.constexpr, DIM: tl.constexpr, VARYING: tl.constexpr, IDLE: tl.constexpr,
 ):  # fmt: skip
     """A program for each tile of ROWS query rows of a head.
 
@@ -125,7 +125,8 @@ def row_statistics(
     statistics  (2·tiles, ROWS) float32: of each tile LSE in powers of 2, inf where a row attends nothing (its P is then
                 0), and delta
     sums        (tiles, ROWS·DIM) float32, set to 0; or None
-    turns       (1 + tiles,) int32, set to 0; or None
+    turns       (1 + tiles,) int32, set to 0, with IDLE to 1 after the first for tiles with a row that attends nothing;
+                or None
     edge_q, edge_do  (2·B, H, ROWS, D or D_V): of each sequence a tile whose first row attends nothing, and one whose
                 last row attends nothing or is not there, if other rows of them do, with 0 in such rows; or None
     """
@@ -159,7 +160,10 @@ def row_statistics(
         whole = tl.arange(0, ROWS * DIM)
         tl.store(sums + block.to(tl.int64) * (ROWS * DIM) + whole, tl.zeros([ROWS * DIM], tl.float32))
     if turns is not None:
-        tl.store(turns + 1 + block, 0)
+        idle = 0
+        if IDLE:
+            idle = tl.max(tl.where(nothing & there, 1, 0), 0)
+        tl.store(turns + 1 + block, idle)
         tl.store(turns, 0, mask=block == 0)
     if edge_q is not None:
         first_missing = tl.max(tl.where(nothing & (r == 0), 1, 0), 0)

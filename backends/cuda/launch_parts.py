@@ -116,8 +116,12 @@ def shown_shape(call: Call, keys: int, flags: int) -> tuple[int, ...]:
     return sequences, heads, ceil_div(p.seq_k, p.block_k) * (p.block_k // keys), flags + keys
 
 
-def function_arguments(p: Problem, shown: tuple[int, ...] | None, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a forward's arguments about functions and lists of blocks but tensors; None for those that it lacks."""
+def function_arguments(
+    p: Problem, shown: tuple[int, ...] | None, tensors: Mapping[str, Any], axes: str = "qk"
+) -> dict[str, Any]:
+    """Return a kernel's arguments about functions and lists of blocks but tensors; None for those that it lacks.
+
+    axes: of its tiles of scores, queries and keys."""
     lists = tensors.get("block_mask")
     sequences, heads = shown[:2] if shown else (1, 1)
     sizes = [size for name in ops.CAPTURED if tensors.get(name) is not None for size in tensors[name].shape]
@@ -129,7 +133,8 @@ def function_arguments(p: Problem, shown: tuple[int, ...] | None, tensors: Mappi
         "shown_b": heads * (sequences > 1) if shown else None, "shown_h": 1 * (heads > 1) if shown else None,
         **{f"size_{n}": sizes[n] if n < len(sizes) else None for n in range(SIZES)},
         "LISTED_Q": p.block_q if p.block_mask else 0, "LISTED_K": p.block_k if p.block_mask else 0,
-        "SCORE_MOD": vector_source(p, p.score_mod, long), "MASK_MOD": vector_source(p, p.mask_mod, long),
+        "SCORE_MOD": vector_source(p, p.score_mod, long),
+        "MASK_MOD": vector_source(p, p.mask_mod, long, axes),
     }  # fmt: skip
 
 

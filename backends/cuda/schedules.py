@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from portattn.kernels.score_program import FLOAT_INDICES, Node, gradient, literal, parse, python_source
+from portattn.kernels.score_program import FLOAT_INDICES, gradient, parse, python_source
 from portattn.schema.problem import Problem
 from portattn.schema.symbolic_int import most
 from portattn.schema.toolchain import Toolchain
@@ -126,26 +126,17 @@ def _loads_for_each_score(text: str) -> bool:
     return False
 
 
-def _may_be_infinite(node: Node) -> bool:
-    """Return whether an operation may make -inf of a number: a logarithm, or a division by what may be 0."""
-    divides = node.op == "div" and literal(node.operands[1]) in (None, 0)
-    return node.op in ("log", "log2") or divides or any(word.lstrip("-") == "inf" for word in node.operands)
-
-
 def function_reasons(p: Problem) -> dict[str, bool]:
     """Return the reasons why a variant takes no functions or lists of blocks of a problem, and whether each holds."""
     nodes = [node for text in (p.score_mod, p.mask_mod) if text for node in parse(text).nodes]
     spilled, count = sorted({node.op for node in nodes} & SPILLED), len(nodes)
     slope = len(parse(gradient(p.score_mod)).nodes) if p.backward and p.score_mod else 0
-    infinite = any(map(_may_be_infinite, nodes))
-    captures = any(parse(text).captures for text in (p.score_mod, p.mask_mod) if text)
+    captures = bool(p.score_mod) and bool(parse(p.score_mod).captures)
     loads = any(map(_loads_for_each_score, (p.score_mod, p.mask_mod)))
     limited = p.causal != "none" or p.window or p.seqlens_q or p.seqlens_k
     return {
         f"takes functions of attention alone, not of {p.op}": p.op not in ("attention", "attention_backward"),
-        "takes no gradients of functions that read tensors": p.backward and captures,
-        # A row without keys may hold NaN in dO, and the kernel knows such rows by masks alone.
-        "takes no gradients of functions that may hide keys": p.backward and infinite,
+        "takes no gradients of score functions that read tensors": p.backward and captures,
         f"takes functions without {', '.join(spilled)}": bool(spilled),
         "takes functions that read tensors by query or by key, not by both": loads,
         f"takes functions of at most {MOST_OPERATIONS} operations, not {count}": count > MOST_OPERATIONS,
@@ -165,13 +156,13 @@ def function_source(p: Problem) -> str | None:
     return python_source(p.score_mod, floats=most(p.seq_q, p.seq_k) <= FLOAT_INDICES) if p.score_mod else None
 
 
-def vector_source(p: Problem, text: str, long: tuple[int, ...]) -> str | None:
+def vector_source(p: Problem, text: str, long: tuple[int, ...], axes: str = "qk") -> str | None:
     """Return the source of a problem's function of vectors of queries and keys, or None.
 
     long: numbers of captured tensors' sizes that no tile of queries or keys reaches behind."""
     if not text:
         return None
-    return python_source(text, floats=most(p.seq_q, p.seq_k) <= FLOAT_INDICES, axes="qk", long=long)
+    return python_source(text, floats=most(p.seq_q, p.seq_k) <= FLOAT_INDICES, axes=axes, long=long)
 
 
 def gradient_source(p: Problem) -> str | None:
@@ -306,6 +297,8 @@ BACKWARD = (
     Problem(**_GRADIENTS, **_DENSE_GRADIENTS, head_dim=64, dtype="bf16", causal="bottom_right", score_mod=BENT),
     Problem(**_GRADIENTS, **_DENSE_GRADIENTS, head_dim=128, dtype="bf16", score_mod=BENT),
     Problem(**_GRADIENTS, **_DENSE_GRADIENTS, head_dim=128, dtype="bf16", softcap=True),
+    Problem(**_GRADIENTS, **_DENSE_GRADIENTS, **LISTED, head_dim=64, dtype="bf16", mask_mod=PREFIX, score_mod=BENT),
+    Problem(**_GRADIENTS, **_DENSE_GRADIENTS, **LISTED, head_dim=128, dtype="fp16", mask_mod=DOCUMENTS),
     Problem(**_REPEATABLE, seq_q=77, seq_k=341, head_dim=64, dtype="bf16"),
     Problem(**_REPEATABLE, seq_q=541, seq_k=341, head_dim=64, dtype="bf16"),
     Problem(**_REPEATABLE, seq_q=541, seq_k=341, head_dim=128, dtype="bf16"),

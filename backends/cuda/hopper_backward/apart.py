@@ -28,6 +28,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from portattn.backends.cuda.gluon_names import aggregate, arrive, hide, load, reduce_add, store, sync
+from portattn.backends.cuda.hopper_backward.block_lists import (
+    clear_idle_rows,
+    clear_rows,
+    first_cursor,
+    hidden_keys,
+    list_of,
+    listed_steps,
+    next_cursor,
+    read_word,
+    tile_at_cursor,
+    where_seen,
+    word_of,
+    write_word,
+)
 from portattn.backends.cuda.hopper_backward.consumer import (
     DO_FREE,
     PARTY,
@@ -75,14 +89,15 @@ class ApartSharedMemory:
     dv_full: gl.shared_memory_descriptor  # [1]
     dk_full: gl.shared_memory_descriptor  # [1]
     number: gl.shared_memory_descriptor  # [2][1] int32: numbers of blocks of keys; behind the last one any greater
+    places: gl.shared_memory_descriptor  # [STAGES][1] int32: with LISTED_K words of block_lists.py about tiles
 
     @gluon.constexpr_function
     def __init__(self, VALUES, q, do, k, v, statistics, ds, dq, q_full, do_full, k_full, k_free, v_free, dv_full,
-                 dk_full, number):  # fmt: skip
+                 dk_full, number, places):  # fmt: skip
         self.VALUES = gl.constexpr(VALUES)
         self.q, self.do, self.k, self.v, self.statistics, self.ds, self.dq = q, do, k, v, statistics, ds, dq
         self.q_full, self.do_full, self.k_full, self.k_free, self.v_free = q_full, do_full, k_full, k_free, v_free
-        self.dv_full, self.dk_full, self.number = dv_full, dk_full, number
+        self.dv_full, self.dk_full, self.number, self.places = dv_full, dk_full, number, places
 
 
 @gluon.jit
@@ -115,6 +130,7 @@ def _shared_memory(q_desc, do_desc, k_desc, v_desc, statistics_desc, dq_desc, fo
         _barriers(1, 2),
         _barriers(1, 2),
         gl.allocate_shared_memory(gl.int32, [2, 1], ONE),
+        gl.allocate_shared_memory(gl.int32, [form.STAGES, 1], ONE),
     )
 
 
@@ -141,6 +157,8 @@ def _produce(q_desc, do_desc, k_desc, v_desc, edge_q_desc, edge_do_desc, statist
         work = work_of(number, sizes, form, form.KEYS, True, 1)
         tiles = query_tiles(work, sizes, form)
         steps = (tiles.end - tiles.begin) * sizes.share
+        if form.LISTED_K:
+            steps, cursor = listed_steps(work, sizes, form), first_cursor(work, sizes, form)
         key = work.k_first + work.start
         if steps > 0:
             mbarrier.expect(shared.k_full.index(t & 1), form.KEYS * form.DIM * 2)
@@ -153,7 +171,13 @@ def _produce(q_desc, do_desc, k_desc, v_desc, edge_q_desc, edge_do_desc, statist
         m, head = tiles.begin, work.head * sizes.share
         for j in range(steps):
             slot = i & 1
+            if form.LISTED_K:
+                m, head, tile = tile_at_cursor(cursor, work, sizes, form)
+                word = word_of(cursor, m, tile, sizes, form)
+                cursor = next_cursor(cursor, work, sizes, form)
             sync(Q_FREE + slot, PARTY)
+            if form.LISTED_K:
+                write_word(word, slot, shared)
             queries_loaded(q_desc, edge_q_desc, statistics_desc, work, head, m, slot, shared, sizes, form)
             sync(DO_FREE + slot, PARTY)
             do_full = shared.do_full.index(slot)
@@ -165,9 +189,10 @@ def _produce(q_desc, do_desc, k_desc, v_desc, edge_q_desc, edge_do_desc, statist
                 mbarrier.expect(do_full, form.ROWS * form.DIM * 2)
             rows_loaded(do_desc, edge_do_desc, work, head, m, do_full, shared.do.index(slot), sizes, form)
             i += 1
-            m += 1
-            if m == tiles.end:
-                m, head = tiles.begin, head + 1
+            if not form.LISTED_K:
+                m += 1
+                if m == tiles.end:
+                    m, head = tiles.begin, head + 1
         number = gl.num_programs(0) + gl.atomic_add(drawn, 1, sem="relaxed", scope="gpu")
         t += 1
     mbarrier.wait(shared.k_free.index(t & 1), ((t >> 1) & 1) ^ 1)
@@ -202,13 +227,20 @@ def _write(dq_desc, dk_desc, dv_desc, sizes, shared, form):
         steps = (tiles.end - tiles.begin) * sizes.share
         m = tiles.begin
         tile = (work.slot * sizes.heads + work.head) * sizes.share * sizes.query_tiles + m
+        if form.LISTED_K:
+            steps, cursor = listed_steps(work, sizes, form), first_cursor(work, sizes, form)
+            _, _, tile = tile_at_cursor(cursor, work, sizes, form)
         for _j in range(steps - 1):
             _half_added(dq_desc, tile, shared, 1, form)
             _half_added(dq_desc, tile, shared, 0, form)
-            m += 1
-            tile += 1
-            if m == tiles.end:
-                m, tile = tiles.begin, tile + sizes.query_tiles - (tiles.end - tiles.begin)
+            if form.LISTED_K:
+                cursor = next_cursor(cursor, work, sizes, form)
+                _, _, tile = tile_at_cursor(cursor, work, sizes, form)
+            else:
+                m += 1
+                tile += 1
+                if m == tiles.end:
+                    m, tile = tiles.begin, tile + sizes.query_tiles - (tiles.end - tiles.begin)
         if steps > 0:
             _half_added(dq_desc, tile, shared, 1, form)
         mbarrier.wait(shared.dv_full.index(0), t & 1)
@@ -246,12 +278,20 @@ def _gradients_of_scores(i, t, m, work, scale, sizes, shared, group: gl.constexp
     do = shared.do.index(slot).reshape([form.ROWS, form.DIM]).permute((1, 0))
     zeros = gl.zeros([HALF, form.ROWS], gl.float32, form.SCORES)
     mbarrier.wait(shared.q_full.index(slot), phase)
+    if form.LISTED_K and masked:
+        m, head, _, idle = read_word(slot, work, shared, sizes, 4)
+        if form.MASK_MOD is not None:
+            if idle:  # both groups clear them, each before it reads them
+                mbarrier.wait(shared.do_full.index(slot), phase)
+                clear_idle_rows(q.permute((1, 0)), do.permute((1, 0)), shared.statistics.index(slot), form, 4)
     s = warpgroup_mma(k, q, zeros, use_acc=False, is_async=True)
     mbarrier.wait(shared.do_full.index(slot), phase)
     dp = warpgroup_mma(v, do, zeros, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s])
     p = gl.exp2(s * scale - shared.statistics.index(slot).slice(0, 1).load(form.SCORES))
-    if masked:
+    if form.LISTED_K and masked:
+        p = where_seen(p, hide(work.start + group * HALF), HALF, m, head, work, sizes, form)
+    elif masked:
         p = _masked(p, m, group, work, sizes, form)
     weights = gl.convert_layout(p.to(dtype), form.WEIGHTS)
     dp = warpgroup_mma_wait(0, deps=[dp])
@@ -338,6 +378,19 @@ def _tiles_of_head(i, place, dk, dv, tiles, work, scale, sizes, shared, group: g
 
 
 @gluon.jit
+def _tiles_of_lists(i, place, dk, dv, work, scale, sizes, shared, group: gl.constexpr, form):
+    """Do the steps of all query heads, of each its whole blocks first."""
+    for member in range(sizes.share):
+        _, count, whole = list_of(member, work, sizes, form)
+        for j in range(i, i + whole):
+            dk, dv = _step(hide(j), place, j, dk, dv, work, scale, sizes, shared, group, False, form)
+        for j in range(i + whole, i + count):
+            dk, dv = _step(hide(j), place, j, dk, dv, work, scale, sizes, shared, group, True, form)
+        i += count
+    return i, dk, dv
+
+
+@gluon.jit
 def _consume(scale, factor, sizes, shared, group: gl.constexpr, form):
     """Compute dK and dV of half of each block's keys, and half of each tile of dQ, by four warps."""
     dtype: gl.constexpr = shared.k.dtype
@@ -351,6 +404,8 @@ def _consume(scale, factor, sizes, shared, group: gl.constexpr, form):
         work = work_of(number, sizes, form, form.KEYS, True, 4)
         tiles = query_tiles(work, sizes, form)
         steps = (tiles.end - tiles.begin) * sizes.share
+        if form.LISTED_K:
+            steps = listed_steps(work, sizes, form)
         k = shared.k.index(t & 1).reshape([form.KEYS, form.DIM]).slice(group * HALF, HALF)
         v = shared.v.index(t & (shared.VALUES - 1)).reshape([form.KEYS, form.DIM]).slice(group * HALF, HALF)
         if form.UNSEEN:
@@ -360,12 +415,20 @@ def _consume(scale, factor, sizes, shared, group: gl.constexpr, form):
                 mbarrier.wait(shared.do_full.index(i & 1), (i >> 1) & 1)
                 clear_rows_outside(k, begin, end, HALF, form.DIM, 4)
                 clear_rows_outside(v, begin, end, HALF, form.DIM, 4)
-                fence_async_shared()
+            sync(TOGETHER, THREADS)
+        if form.MASK_MOD is not None:
+            some, there = hidden_keys(group * HALF, HALF, work, sizes, form, 4)
+            if (steps > 0) & some:
+                mbarrier.wait(shared.do_full.index(i & 1), (i >> 1) & 1)
+                clear_rows(k, there, form.DIM, 4)
+                clear_rows(v, there, form.DIM, 4)
             sync(TOGETHER, THREADS)
         dk = gl.zeros([HALF, form.DIM], gl.float32, form.SUMS)
         dv = gl.zeros([HALF, form.DIM], gl.float32, form.SUMS)
         place = t, i, i + steps - 1
-        if not form.MASKED:
+        if form.LISTED_K:
+            i, dk, dv = _tiles_of_lists(i, place, dk, dv, work, scale, sizes, shared, group, form)
+        elif not form.MASKED:
             for step in range(i, i + steps):
                 dk, dv = _step(hide(step), place, step, dk, dv, work, scale, sizes, shared, group, False, form)
             i += steps

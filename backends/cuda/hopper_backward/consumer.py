@@ -17,6 +17,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from portattn.backends.cuda.gluon_names import arrive, store, sync
+from portattn.backends.cuda.hopper_backward.block_lists import (
+    clear_idle_rows,
+    clear_rows,
+    hidden_keys,
+    listed_steps,
+    read_word,
+    where_seen,
+)
 from portattn.backends.cuda.hopper_backward.tile_scheduler import (
     BackwardState,
     block_number,
@@ -62,10 +70,7 @@ def clear_rows_outside(place, first, end, ROWS: gl.constexpr, DIM: gl.constexpr,
     """Clear the rows of shared memory (ROWS, DIM) before `first` and from `end` on, by so many warps."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     row = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, layout)), 1)
-    there = (row >= first) & (row < end)
-    for j in gl.static_range(DIM // 64):  # few registers at a time: accumulators have most of them
-        part = place.slice(j * 64, 64, dim=1)
-        part.store(gl.where(there, part.load(layout), 0.0).to(place.dtype))
+    clear_rows(place, (row >= first) & (row < end), DIM, WARPS)
 
 
 # Named barriers: all of the consumer; a tile of dQ lies in shared memory; that memory may be written again; buffer b of
@@ -126,14 +131,22 @@ def _masked(p, m, work, sizes, form):
 @gluon.jit
 def _weights(s, slot, tile, tiles, work, scales, sizes, shared, form):
     """Return P of a tile, and P times the derivative of the scores by the products' multiples."""
-    m, head = tile
+    if form.LISTED_K:
+        m, head, part = tile
+    else:
+        m, head = tile
     scale, softcap = scales
     rows, keys = m, m
     if form.SCORE_MOD is not None:
         rows, keys = _places(m, work, form)
     final = final_scores(s, work.slot, head, rows, keys, scale, softcap, form)
     p = gl.exp2(final - shared.statistics.index(slot).slice(0, 1).load(form.SCORES))
-    if form.MASKED or form.SCORE_MOD is not None:
+    if form.LISTED_K:
+        if form.SCORE_MOD is not None:
+            part = part | (m * form.ROWS + form.ROWS > work.q_length)
+        if part:
+            p = where_seen(p, work.start, form.KEYS, m, head, work, sizes, form)
+    elif form.MASKED or form.SCORE_MOD is not None:
         # A branch, not a loop of its own for masked tiles: accumulators that go from loop to loop are spilled.
         some = m < tiles.clean
         if form.LEFT:
@@ -272,6 +285,23 @@ def _step(state, tile, more, tiles, work, scales, sizes, shared, form):
 
 
 @gluon.jit
+def _listed_tile(state, work, shared, sizes, form):
+    """Return the tile of the next step, whose Q and dO then hold no NaN of rows that attend nothing."""
+    slot = state.slot
+    if not form.LATE:
+        mbarrier.wait(shared.q_full.index(slot), state.phase)
+    m, head, part, idle = read_word(slot, work, shared, sizes, 8)
+    if form.MASK_MOD is not None:
+        if idle:
+            mbarrier.wait(shared.do_full.index(slot), state.phase)
+            q, do = shared.q.index(slot), shared.do.index(slot)
+            clear_idle_rows(q.reshape([form.ROWS, form.DIM]), do.reshape([form.ROWS, form.DIM]),
+                            shared.statistics.index(slot), form, 8)  # fmt: skip
+            sync(TOGETHER, THREADS)
+    return m, head, part
+
+
+@gluon.jit
 def _tile(i, m, tiles, work, sizes, form):
     """Return the number of the query tile in step i, and its head's."""
     head = work.head * sizes.share
@@ -292,6 +322,8 @@ def consume(dk_desc, dv_desc, grad_k, grad_v, dk_strides, dv_strides, scales, fa
     work = work_of(block_number(shared, form, 8), sizes, form, form.KEYS, True, 8)
     tiles = query_tiles(work, sizes, form)
     steps = (tiles.end - tiles.begin) * sizes.share
+    if form.LISTED_K:
+        steps = listed_steps(work, sizes, form)
     zero = gl.to_tensor(0)
     k, v = shared.k.reshape([form.KEYS, form.DIM]), shared.v.reshape([form.KEYS, form.DIM])
     mbarrier.wait(shared.kv_full.index(0), 0, pred=steps > 0)
@@ -301,7 +333,13 @@ def consume(dk_desc, dv_desc, grad_k, grad_v, dk_strides, dv_strides, scales, fa
         if (steps > 0) & ((begin > 0) | (end < form.KEYS)):  # what no query sees may be NaN, and 0·NaN is NaN
             clear_rows_outside(k, begin, end, form.KEYS, form.DIM, 8)
             clear_rows_outside(v, begin, end, form.KEYS, form.DIM, 8)
-            fence_async_shared()
+        sync(TOGETHER, THREADS)
+    if form.MASK_MOD is not None:
+        if steps > 0:
+            some, there = hidden_keys(0, form.KEYS, work, sizes, form, 8)
+            if some:
+                clear_rows(k, there, form.DIM, 8)
+                clear_rows(v, there, form.DIM, 8)
         sync(TOGETHER, THREADS)
     dk = gl.zeros([form.KEYS, form.DIM], gl.float32, form.SUMS)
     dv = gl.zeros([form.KEYS, form.DIM], gl.float32, form.SUMS)
@@ -321,7 +359,9 @@ def consume(dk_desc, dv_desc, grad_k, grad_v, dk_strides, dv_strides, scales, fa
         if form.STAGES == 2:  # two registers less
             state = BackwardState(state.s, state.dk, state.dv, i & 1, (i >> 1) & 1)
         tile = m, work.head
-        if form.SCORE_MOD is not None:  # which otherwise plays no part where no mask is needed
+        if form.LISTED_K:
+            tile = _listed_tile(state, work, shared, sizes, form)
+        elif form.SCORE_MOD is not None:  # which otherwise plays no part where no mask is needed
             tile = _tile(i, m, tiles, work, sizes, form)
         state = _step(state, tile, i + 1 < steps, tiles, work, scales, sizes, shared, form)
         if form.TURNS:

@@ -26,6 +26,16 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from portattn.backends.cuda.gluon_names import arrive, load, reduce_add, sync
 from portattn.backends.cuda.hopper_backward.apart import attend_apart
+from portattn.backends.cuda.hopper_backward.block_lists import (
+    BlockLists,
+    first_cursor,
+    listed_steps,
+    next_cursor,
+    no_lists,
+    tile_at_cursor,
+    word_of,
+    write_word,
+)
 from portattn.backends.cuda.hopper_backward.consumer import DO_FREE, DQ_FREE, DQ_FULL, PARTY, Q_FREE, consume
 from portattn.backends.cuda.hopper_backward.tile_scheduler import (
     TO_FIRST,
@@ -47,7 +57,7 @@ from portattn.backends.cuda.hopper_backward.tile_scheduler import (
     wait_for,
     work_of,
 )
-from portattn.backends.cuda.hopper_forward.fragments import score_function
+from portattn.backends.cuda.hopper_forward.fragments import argument_or, function_tensors, score_function
 
 
 @gluon.jit
@@ -56,16 +66,27 @@ def _produce(q_desc, do_desc, k_desc, v_desc, edge_q_desc, edge_do_desc, statist
     work = work_of(block_number(shared, form, 1), sizes, form, form.KEYS, True, 1)
     tiles = query_tiles(work, sizes, form)
     count = tiles.end - tiles.begin
+    steps, some = count * sizes.share, count > 0
+    if form.LISTED_K:
+        steps, cursor = listed_steps(work, sizes, form), first_cursor(work, sizes, form)
+        some = steps > 0
     key = work.k_first + work.start
     block = work.start // form.KEYS
-    if count > 0:
+    if some:
         mbarrier.expect(shared.kv_full.index(0), form.KEYS * form.DIM * 2)
         load(k_desc, [work.slot, work.head, key, 0], shared.kv_full.index(0), shared.k)
     slot = 0
-    for i in range(count * sizes.share):
-        m = tile_at(place_of(i, count, sizes, form), tiles, block, form)
-        head = work.head * sizes.share + member_of(i, count, sizes, form)
+    for i in range(steps):
+        if form.LISTED_K:
+            m, head, tile = tile_at_cursor(cursor, work, sizes, form)
+            word = word_of(cursor, m, tile, sizes, form)
+            cursor = next_cursor(cursor, work, sizes, form)
+        else:
+            m = tile_at(place_of(i, count, sizes, form), tiles, block, form)
+            head = work.head * sizes.share + member_of(i, count, sizes, form)
         sync(Q_FREE + slot, PARTY)
+        if form.LISTED_K:
+            write_word(word, slot, shared)
         queries_loaded(q_desc, edge_q_desc, statistics_desc, work, head, m, slot, shared, sizes, form)
         if i == 0:
             mbarrier.expect(shared.kv_full.index(1), form.KEYS * form.DIM * 2)
@@ -91,15 +112,22 @@ def _write(dq_desc, sizes, shared, form):
         tiles = query_tiles(work, sizes, form)
         count = tiles.end - tiles.begin
         steps = count * sizes.share
+        if form.LISTED_K:
+            steps, cursor = listed_steps(work, sizes, form), first_cursor(work, sizes, form)
         if form.LATE:
-            steps = gl.where(count > 0, steps + 1, 0)
+            steps = gl.where(steps > 0, steps + 1, 0)
         for j in range(steps):
             i = j
             if form.LATE:
                 i = gl.maximum(j - 1, 0)
-            m = tile_at(i % count, tiles, work.start // form.KEYS, form)
-            head = work.head * sizes.share + i // count
-            tile = (work.slot * sizes.heads * sizes.share + head) * sizes.query_tiles + work.tile + m
+            if form.LISTED_K:
+                _, _, tile = tile_at_cursor(cursor, work, sizes, form)
+                if j >= (1 if form.LATE else 0):
+                    cursor = next_cursor(cursor, work, sizes, form)
+            else:
+                m = tile_at(i % count, tiles, work.start // form.KEYS, form)
+                head = work.head * sizes.share + i // count
+                tile = (work.slot * sizes.heads * sizes.share + head) * sizes.query_tiles + work.tile + m
             arrive(DQ_FREE, PARTY)
             sync(DQ_FULL, PARTY)
             for part in gl.static_range(form.MESSAGES):
@@ -179,12 +207,17 @@ def _attend_block(q_desc, do_desc, k_desc, v_desc, edge_q_desc, edge_do_desc, st
         block_smem = draw(turns)
     else:
         block_smem = statistics
+    if form.LISTED_K:
+        word: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        places = gl.allocate_shared_memory(gl.int32, [form.STAGES, 1], word)
+    else:
+        places = statistics
     shared = BackwardSharedMemory(
         q_smem, do_smem, k_smem, v_smem, statistics, p_smem, ds_smem, dq_smem,
         gl.allocate_shared_memory(gl.int64, [2, 1], barriers),
         gl.allocate_shared_memory(gl.int64, [form.STAGES, 1], barriers),
         gl.allocate_shared_memory(gl.int64, [form.STAGES, 1], barriers),
-        block_smem,
+        block_smem, places,
     )  # fmt: skip
     for j in gl.static_range(2):
         mbarrier.init(shared.kv_full.index(j), count=1)
@@ -230,19 +263,22 @@ def _attend_block(q_desc, do_desc, k_desc, v_desc, edge_q_desc, edge_do_desc, st
 @gluon.jit(
     do_not_specialize=[
         "scale", "softcap", "factor", "dk_stride_h", "dk_stride_s", "dv_stride_h", "dv_stride_s", "batches", "heads",
-        "share", "seq_q", "seq_k", "left", "right", "tiles", "query_tiles", "together",
+        "share", "seq_q", "seq_k", "left", "right", "tiles", "query_tiles", "together", "list_b", "list_h", "list_k",
+        "shown_b", "shown_h", "size_0", "size_1", "size_2", "size_3", "size_4", "size_5", "size_6", "size_7",
     ]
 )  # fmt: skip
 def scheduled_backward(
     q_desc, do_desc, k_desc, v_desc, edge_q_desc, edge_do_desc, statistics_desc, dq_desc, turns, dk_desc, dv_desc,
     grad_k, grad_v, lengths_q, lengths_k, scale, factor, dk_stride_h, dk_stride_s, dv_stride_h, dv_stride_s, batches,
     heads, share, seq_q, seq_k, left, right, tiles, query_tiles, together, softcap,
+    lists, list_b, list_h, list_k, shown, shown_b, shown_h, captured_0, captured_1, captured_2, captured_3,
+    size_0, size_1, size_2, size_3, size_4, size_5, size_6, size_7,
     ROWS: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, MESSAGES: gl.constexpr,
     LATE: gl.constexpr, AFTER: gl.constexpr, APART: gl.constexpr, STAGGER: gl.constexpr, TURNS: gl.constexpr,
     GROUPED: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr, TOP_LEFT: gl.constexpr, RAGGED: gl.constexpr,
     VARYING: gl.constexpr, EDGES: gl.constexpr,
     UNSEEN: gl.constexpr, SOFTCAP: gl.constexpr, SCORE_MOD: gl.constexpr, SCORE_GRADIENT: gl.constexpr,
-    WORKER: gl.constexpr,
+    LISTED_Q: gl.constexpr, LISTED_K: gl.constexpr, MASK_MOD: gl.constexpr, WORKER: gl.constexpr,
 ):  # fmt: skip
     """A program for each tile of keys of each key head, or with APART for each multiprocessor.
 
@@ -259,14 +295,21 @@ def scheduled_backward(
     scale     the softmax scale times log2(e); with SOFTCAP scale/softcap, with SCORE_MOD the scale alone
     softcap   with SOFTCAP log2(e)·softcap
     factor    the softmax scale: dK is dS Q times it
+    lists, list_b, list_h, list_k  with LISTED_K (B, Hq, blocks of keys, 2 + blocks of queries) int32 by these strides
+    shown, shown_b, shown_h  with MASK_MOD find_hidden_keys' result for tiles of KEYS; then `turns` tells after its
+              first number of each query tile whether some row attends nothing
+    captured_0, …, size_7  tensors that MASK_MOD reads, and their sizes
     SCORE_MOD, SCORE_GRADIENT  None, or sources of a function of scores and of its derivative
     WORKER    registers of a thread of producer and writer. The other constants: BackwardForm
     """
     form = BackwardForm(ROWS, KEYS, DIM, STAGES, MESSAGES, LATE, AFTER, APART, STAGGER, TURNS, GROUPED, RIGHT, LEFT,
                 TOP_LEFT, RAGGED, VARYING, EDGES, UNSEEN, SOFTCAP, score_function(SCORE_MOD),
-                score_function(SCORE_GRADIENT))  # fmt: skip
+                score_function(SCORE_GRADIENT), LISTED_Q, LISTED_K, score_function(MASK_MOD))  # fmt: skip
     gl.static_assert(SCORE_MOD is None or not (SOFTCAP or VARYING == "packed"))
     gl.static_assert(not (APART and (SOFTCAP or SCORE_MOD is not None)))
+    gl.static_assert(not LISTED_K or not (TURNS or STAGGER or RIGHT or LEFT or VARYING != "none" or EDGES))
+    gl.static_assert(not LISTED_K or (MESSAGES > 0 and LISTED_Q % ROWS == 0 and LISTED_K % KEYS == 0))
+    gl.static_assert(MASK_MOD is None or LISTED_K > 0)
     gl.static_assert(MESSAGES == 0 or KEYS == 128, "what is beside each other has no dQ")
     gl.static_assert(MESSAGES > 0 or not (LATE or TURNS), "there is no dQ to be late, or to be added in turns")
     gl.static_assert(not (TURNS and STAGGER), "in turns blocks begin at their last tile")
@@ -276,8 +319,15 @@ def scheduled_backward(
         lengths_q = grad_k  # not read
     if lengths_k is None:
         lengths_k = grad_k
+    if LISTED_K:
+        tensors = function_tensors(captured_0, captured_1, captured_2, captured_3, size_0, size_1, size_2, size_3,
+                                   size_4, size_5, size_6, size_7, grad_k, heads)  # fmt: skip
+        listed = BlockLists(lists, list_b, list_h, list_k, argument_or(shown, grad_k), argument_or(shown_b, heads),
+                            argument_or(shown_h, heads), argument_or(turns, grad_k) + 1, tensors)  # fmt: skip
+    else:
+        listed = no_lists(grad_k, heads)
     sizes = BackwardSizes(
-        lengths_q, lengths_k, batches, heads, share, seq_q, seq_k, left, right, tiles, query_tiles, together
+        lengths_q, lengths_k, batches, heads, share, seq_q, seq_k, left, right, tiles, query_tiles, together, listed
     )
     dk_strides, dv_strides, scales = (dk_stride_h, dk_stride_s), (dv_stride_h, dv_stride_s), (scale, softcap)
     if APART:

@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from portattn.backends.cuda.gluon_names import aggregate, arrive, load, sync
 from portattn.backends.cuda.hopper_backward import STATISTICS_ROWS
+from portattn.backends.cuda.hopper_backward.block_lists import no_lists
 from portattn.backends.cuda.hopper_backward.consumer import clear_rows_outside, rows_stored
 from portattn.backends.cuda.hopper_backward.tile_scheduler import BackwardSizes, first_seen, work_of
 from portattn.backends.cuda.hopper_forward.fragments import final_scores, following, score_function, with_derivative
@@ -306,8 +307,9 @@ def scheduled_queries(
         lengths_q = statistics  # not read
     if lengths_k is None:
         lengths_k = statistics
+    lists = no_lists(statistics, heads)
     sizes = BackwardSizes(
-        lengths_q, lengths_k, batches, heads, share, seq_q, seq_k, left, right, tiles, query_tiles, together
+        lengths_q, lengths_k, batches, heads, share, seq_q, seq_k, left, right, tiles, query_tiles, together, lists
     )
     gl.warp_specialize(
         [

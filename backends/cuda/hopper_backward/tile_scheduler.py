@@ -34,6 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from portattn.backends.cuda.gluon_names import aggregate, load
 from portattn.backends.cuda.hopper_backward import STATISTICS_ROWS
+from portattn.backends.cuda.hopper_backward.block_lists import BlockLists
 from portattn.backends.cuda.hopper_forward.tile_scheduler import (
     first_row,
     in_turn,
@@ -68,6 +69,8 @@ class BackwardForm:
     SOFTCAP       scores are capped
     SCORE_MOD     a Gluon function of a program of scores (kernels/score_program.py), or None: without SOFTCAP
     SCORE_GRADIENT  the function of its derivative; None where that is 1
+    LISTED_Q, LISTED_K, MASK_MOD  blocks that lists name, multiples of a tile's sizes, or 0, and the function that
+                  decides their parts, or None (block_lists.py)
     """
 
     ROWS: gl.constexpr
@@ -91,6 +94,9 @@ class BackwardForm:
     SOFTCAP: gl.constexpr
     SCORE_MOD: gl.constexpr
     SCORE_GRADIENT: gl.constexpr
+    LISTED_Q: gl.constexpr
+    LISTED_K: gl.constexpr
+    MASK_MOD: gl.constexpr
     MASKED: gl.constexpr  # some tile needs a mask
     # BESIDE: the two warp groups have half the columns each, not half the keys: products read shared memory
     BESIDE: gl.constexpr
@@ -101,7 +107,8 @@ class BackwardForm:
 
     @gluon.constexpr_function
     def __init__(self, ROWS, KEYS, DIM, STAGES, MESSAGES, LATE, AFTER, APART, STAGGER, TURNS, GROUPED, RIGHT, LEFT,
-                 TOP_LEFT, RAGGED, VARYING, EDGES, UNSEEN, SOFTCAP, SCORE_MOD, SCORE_GRADIENT):  # fmt: skip
+                 TOP_LEFT, RAGGED, VARYING, EDGES, UNSEEN, SOFTCAP, SCORE_MOD, SCORE_GRADIENT, LISTED_Q, LISTED_K,
+                 MASK_MOD):  # fmt: skip
         self.ROWS, self.KEYS, self.DIM, self.STAGES = map(gl.constexpr, (ROWS, KEYS, DIM, STAGES))
         self.MESSAGES, self.LATE, self.STAGGER = map(gl.constexpr, (MESSAGES, LATE, STAGGER))
         self.TURNS, self.GROUPED, self.AFTER, self.APART = map(gl.constexpr, (TURNS, GROUPED, AFTER, APART))
@@ -109,6 +116,7 @@ class BackwardForm:
         self.TOP_LEFT, self.RAGGED, self.VARYING = map(gl.constexpr, (TOP_LEFT, RAGGED, VARYING))
         self.EDGES, self.UNSEEN, self.SOFTCAP = map(gl.constexpr, (EDGES, UNSEEN, SOFTCAP))
         self.SCORE_MOD, self.SCORE_GRADIENT = map(gl.constexpr, (SCORE_MOD, SCORE_GRADIENT))
+        self.LISTED_Q, self.LISTED_K, self.MASK_MOD = map(gl.constexpr, (LISTED_Q, LISTED_K, MASK_MOD))
         self.MASKED = gl.constexpr(RIGHT or LEFT or RAGGED or UNSEEN)
         beside = KEYS == 64
         self.BESIDE = gl.constexpr(beside)
@@ -136,10 +144,12 @@ class BackwardSharedMemory:
     q_full: gl.shared_memory_descriptor  # [STAGES]: Q and the statistics
     do_full: gl.shared_memory_descriptor  # [STAGES]
     block: gl.shared_memory_descriptor  # [1] int32: the block's number, where blocks draw it (tile_scheduler.py)
+    places: gl.shared_memory_descriptor  # [STAGES][1] int32: with LISTED_K words of block_lists.py about tiles
 
     @gluon.constexpr_function
-    def __init__(self, q, do, k, v, statistics, p, ds, dq, kv_full, q_full, do_full, block):
+    def __init__(self, q, do, k, v, statistics, p, ds, dq, kv_full, q_full, do_full, block, places):
         self.q, self.do, self.k, self.v, self.statistics, self.block = q, do, k, v, statistics, block
+        self.places = places
         self.p, self.ds, self.dq, self.kv_full, self.q_full, self.do_full = p, ds, dq, kv_full, q_full, do_full
 
 
@@ -162,13 +172,14 @@ class BackwardSizes:
     tiles: gl.tensor  # the kernel's own tiles of a head of a sequence; of a head of all packed ones
     query_tiles: gl.tensor  # the same of query rows, by which the statistics and dQ's sums are stored
     together: gl.tensor  # causal or packed: heads that are worked on at a time
+    lists: BlockLists  # without LISTED_K anything
 
     @gluon.constexpr_function
     def __init__(self, lengths_q, lengths_k, batches, heads, share, seq_q, seq_k, left, right, tiles, query_tiles,
-                 together):  # fmt: skip
+                 together, lists):  # fmt: skip
         self.lengths_q, self.lengths_k, self.batches, self.heads = lengths_q, lengths_k, batches, heads
         self.share, self.seq_q, self.seq_k, self.left, self.right = share, seq_q, seq_k, left, right
-        self.tiles, self.query_tiles, self.together = tiles, query_tiles, together
+        self.tiles, self.query_tiles, self.together, self.lists = tiles, query_tiles, together, lists
 
 
 @aggregate

@@ -11,11 +11,21 @@ import msgspec
 
 from portattn.backends.cuda import schedules
 from portattn.backends.cuda.hopper_backward import STATISTICS_ROWS
-from portattn.backends.cuda.launch_parts import flat, make_descriptor, multiprocessors, with_copies
+from portattn.backends.cuda.hopper_forward import FLAGS
+from portattn.backends.cuda.launch_parts import (
+    finding,
+    flat,
+    function_arguments,
+    make_descriptor,
+    multiprocessors,
+    shown_shape,
+    with_copies,
+)
 from portattn.backends.cuda.schedules import BACKWARD, NEEDS, TIMED_WITH, described_by, find_schedule, foreign
 from portattn.planning.backend import Variant
 from portattn.planning.kernel_specs import ceil_div, heads_together
 from portattn.schema.lowering import FUSED, Buffers, Step, StepLauncher
+from portattn.schema.ops import CAPTURED
 from portattn.schema.plan import Rejection
 from portattn.schema.problem_limits import UNLIMITED
 from portattn.schema.symbolic_int import least, most
@@ -101,6 +111,7 @@ def _rows(p: Problem) -> int:
     return p.seq_q if p.total_q is None else ceil_div(p.total_q, most(p.batch, 1))
 
 
+LISTED_WIDTH = 128  # of heads whose blocks are listed: wider ones' dQ comes from a kernel that goes by queries
 WIDTHS = (64, 128, 256)  # head dimensions that the kernels have; others are padded by what TMA reads as zeros
 
 
@@ -154,6 +165,8 @@ def choice(problem: Problem, toolchain: Toolchain) -> TimedBackwardSchedule:
     if schedules.gradient_source(problem) and schedule.keys == 128 and not schedule.late:
         # Scores, what the derivative shares with the function, and dP do not fit beside the sums of dK and dV.
         schedule, timed_with = msgspec.structs.replace(schedule, after=True), ""
+    if problem.block_mask and schedule.stagger:  # tiles come in the lists' order
+        schedule, timed_with = msgspec.structs.replace(schedule, stagger=0), ""
     if problem.deterministic and schedule.messages:
         # Repeatable bit by bit: added in turns, or dK and dV with two buffers and dQ by its own kernel, whose sums have
         # other bits: under invariant=True sizes decide nothing.
@@ -197,7 +210,7 @@ class BackwardVariant(Variant):
     takes = frozenset(
         {
             "causal", "causal_top_left", "window", "seqlens_q", "seqlens_k", "gqa", "head_dim_v", "grad_lse",
-            "deterministic", "negative_scale", "invariant", "softcap", "score_mod",
+            "deterministic", "negative_scale", "invariant", "softcap", "score_mod", "mask_mod", "block_mask",
         }
     )  # fmt: skip
     arches = ("sm_90",)
@@ -228,7 +241,10 @@ class BackwardVariant(Variant):
             "writes through descriptors: heads of a multiple of 8 columns": p.head_dim % 8 != 0
             or p.head_dim_v % 8 != 0,
             f"{', '.join(empty)} is 0: there is nothing to read through a descriptor": bool(empty),
-            **(schedules.function_reasons(p) if p.score_mod else {}),
+            **(schedules.function_reasons(p) if p.score_mod or p.mask_mod or p.block_mask else {}),
+            "adds to dQ in any order where blocks are listed": p.block_mask and p.deterministic,
+            f"takes lists of blocks of heads of at most {LISTED_WIDTH} columns, not {widest}": p.block_mask
+            and widest > LISTED_WIDTH,
             "has too many tiles of rows": slots(p) * p.heads_q * tiles_of(p.seq_q, p.total_q, p, STATISTICS_ROWS)
             > MOST_TILES,
         }
@@ -301,13 +317,17 @@ class _BackwardLauncher(StepLauncher):
         self._cap = min(call.softcap, schedules.LARGEST_CAP) if p.softcap else 0.0
         self._rows = WIDE_ROWS if s.apart and dim == WIDTHS[0] else STATISTICS_ROWS
         self._query_tiles = tiles_of(p.seq_q, p.total_q, p, self._rows)
+        if p.block_mask:  # whole blocks
+            self._query_tiles = ceil_div(p.seq_q, p.block_q) * (p.block_q // self._rows)
         tiles = self._tiles = self._query_tiles * p.heads_q * slots(p)
         varying = {(True, True): "padded", (True, False): "padded_q", (False, True): "padded_k", (False, False): "none"}
         self._varying = "packed" if p.packed else varying[p.seqlens_q, p.seqlens_k]
         buffers: Buffers = {"statistics": ((2 * tiles, self._rows), torch.float32)}
         if s.messages:
             buffers["sums"] = ((tiles * self._rows * dim // 256, 256), torch.float32)
-        if s.turns or s.apart:
+        if p.mask_mod:
+            buffers["shown"] = (shown_shape(call, s.keys, FLAGS), torch.int32)
+        if s.turns or s.apart or p.mask_mod:
             buffers["turns"] = ((1 + tiles,), torch.int32)
         self._edges = _edges(p)
         if self._edges:
@@ -318,7 +338,21 @@ class _BackwardLauncher(StepLauncher):
 
     def steps(self, tensors: Mapping[str, Any]) -> list[Step]:
         last = self._gradients(tensors) if self._schedule.messages else self._queries(tensors)
-        return [self._statistics(tensors), self._keys(tensors), last]
+        found = [self._statistics(tensors), self._keys(tensors), last]
+        if not self._problem.mask_mod:
+            return found
+        from portattn.backends.cuda.hopper_forward.block_lists import find_hidden_keys
+
+        p, shown = self._problem, self.buffers["shown"][0]
+        lists = function_arguments(p, shown, tensors)
+        return [finding(find_hidden_keys, p, shown, self._schedule.keys, tensors, lists), *found]
+
+    def _lists(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments about lists of blocks, which are a gradient's by keys."""
+        p, lists = self._problem, tensors.get("block_queries")
+        found = function_arguments(p, self.buffers["shown"][0] if p.mask_mod else None, tensors, "kq")
+        names = {f"list_{axis}": None if lists is None else lists.stride(n) for n, axis in enumerate("bhk")}
+        return {name: value for name, value in found.items() if name not in ("list_q", "SCORE_MOD")} | names
 
     def _lengths(self) -> dict[str, str]:
         kind = "cu_seqlens" if self._problem.packed else "seqlens"
@@ -342,6 +376,7 @@ class _BackwardLauncher(StepLauncher):
         arguments |= {
             "heads": p.heads_q, "seq_q": p.query_rows[1], "batches": p.batch, "tiles": self._query_tiles,
             "D": p.head_dim, "D_V": p.head_dim_v, "ROWS": self._rows, "DIM": dim, "VARYING": self._varying,
+            "IDLE": bool(p.mask_mod),
         }  # fmt: skip
         return Step(row_statistics, (self._tiles,), arguments, {"num_warps": ROW_WARPS[dim], **FUSED}, roles)
 
@@ -354,6 +389,7 @@ class _BackwardLauncher(StepLauncher):
             "q_desc": "q", "do_desc": "grad_out", "k_desc": "k", "v_desc": "v", "dk_desc": "grad_k",
             "dv_desc": "grad_v", "edge_q_desc": "edge_q", "edge_do_desc": "edge_do", "statistics_desc": "statistics",
             "dq_desc": "sums", "turns": "turns", "grad_k": "grad_k", "grad_v": "grad_v", **self._lengths(),
+            "lists": "block_queries", "shown": "shown", **{name: name for name in CAPTURED},
         }  # fmt: skip
         rows = dict.fromkeys(("q_desc", "do_desc", "edge_q_desc", "edge_do_desc"), self._rows)
         arguments = {
@@ -366,7 +402,7 @@ class _BackwardLauncher(StepLauncher):
             **_steps_of_8("dk_", tensors["grad_k"]), **_steps_of_8("dv_", tensors["grad_v"]),
             **self._numbers(p.heads_k, tiles, together(p, tiles, self._cores, s.turns)), **self._constants(s.keys),
             "ROWS": self._rows, "STAGES": s.stages, "MESSAGES": s.messages, "LATE": s.late, "AFTER": s.after,
-            "APART": s.apart, "STAGGER": s.stagger, "TURNS": s.turns, "GROUPED": p.group > 1,
+            **self._lists(tensors), "APART": s.apart, "STAGGER": s.stagger, "TURNS": s.turns, "GROUPED": p.group > 1,
         }  # fmt: skip
         blocks = tiles * p.heads_k * slots(p)
         grid = (least(blocks, self._cores) if s.apart else blocks,)

@@ -190,6 +190,24 @@ class FunctionTensors:
 
 
 @gluon.jit
+def argument_or(x, other):
+    """Return an argument, or the other one, which is not read, for None."""
+    if x is None:
+        x = other
+    return x
+
+
+@gluon.jit
+def function_tensors(c0, c1, c2, c3, n0, n1, n2, n3, n4, n5, n6, n7, pointer, number):
+    """Return the tensors of functions and their sizes; for None a pointer or a number that is not read."""
+    return FunctionTensors(
+        argument_or(c0, pointer), argument_or(c1, pointer), argument_or(c2, pointer), argument_or(c3, pointer),
+        argument_or(n0, number), argument_or(n1, number), argument_or(n2, number), argument_or(n3, number),
+        argument_or(n4, number), argument_or(n5, number), argument_or(n6, number), argument_or(n7, number),
+    )  # fmt: skip
+
+
+@gluon.jit
 def no_tensors(pointer, number):
     """Return the tensors of a kernel without functions: none is read."""
     return FunctionTensors(pointer, pointer, pointer, pointer, number, number, number, number, number, number, number,

@@ -31,7 +31,13 @@ from portattn.backends.cuda.gluon_names import load, reinterpreted, sync
 from portattn.backends.cuda.hopper_forward import GROUP_ROWS
 from portattn.backends.cuda.hopper_forward.block_lists import first_tile, listed_tile
 from portattn.backends.cuda.hopper_forward.consumer import consume
-from portattn.backends.cuda.hopper_forward.fragments import FunctionTensors, following, list_of, score_function
+from portattn.backends.cuda.hopper_forward.fragments import (
+    argument_or,
+    following,
+    function_tensors,
+    list_of,
+    score_function,
+)
 from portattn.backends.cuda.hopper_forward.low_precision_products import transposed_first
 from portattn.backends.cuda.hopper_forward.products import FREE
 from portattn.backends.cuda.hopper_forward.tile_scheduler import (
@@ -292,14 +298,6 @@ def _dequantize(sizes, shared, form):
         sync(FREE + j, form.PARTY)
 
 
-@gluon.jit
-def _given(x, other):
-    """Return an argument, or the other one, which is not read, for None."""
-    if x is None:
-        x = other
-    return x
-
-
 @gluon.jit(
     do_not_specialize=[
         "scale", "softcap", "stride_h", "stride_s", "batches", "heads", "share", "seq_q", "seq_k", "left", "right",
@@ -433,14 +431,12 @@ def scheduled_forward(
     if tree_mask is None:
         tree_mask, tree_stride = counter, splits
     n = splits
-    tensors = FunctionTensors(
-        _given(captured_0, counter), _given(captured_1, counter), _given(captured_2, counter),
-        _given(captured_3, counter), _given(size_0, n), _given(size_1, n), _given(size_2, n), _given(size_3, n),
-        _given(size_4, n), _given(size_5, n), _given(size_6, n), _given(size_7, n),
-    )  # fmt: skip
+    tensors = function_tensors(captured_0, captured_1, captured_2, captured_3, size_0, size_1, size_2, size_3, size_4,
+                               size_5, size_6, size_7, counter, n)  # fmt: skip
     sizes = Sizes(lengths_q, lengths_k, batches, heads, share, seq_q, seq_k, left, right, row_tiles, together, splits,
-                  tree_mask, tree_stride, tensors, _given(lists, counter), _given(list_b, n), _given(list_h, n),
-                  _given(list_q, n), _given(shown, counter), _given(shown_b, n), _given(shown_h, n))  # fmt: skip
+                  tree_mask, tree_stride, tensors, argument_or(lists, counter), argument_or(list_b, n),
+                  argument_or(list_h, n), argument_or(list_q, n), argument_or(shown, counter),
+                  argument_or(shown_b, n), argument_or(shown_h, n))  # fmt: skip
     scales = (
         q_scale, q_scale_b, q_scale_h, k_scale, k_scale_b, k_scale_h, v_scale, v_scale_b, v_scale_h, q_scale_s,
         k_scale_s,

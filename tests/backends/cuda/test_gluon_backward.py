@@ -15,7 +15,7 @@ import portattn
 from portattn import Problem
 from portattn.backends.cuda.hopper_backward import variant as backward
 from portattn.backends.cuda.hopper_backward.variant import WIDTHS, BackwardSchedule, BackwardVariant, choice
-from portattn.backends.cuda.schedules import BENT, TIMED_WITH
+from portattn.backends.cuda.schedules import ALIBI, BENT, DOCUMENTS, LISTED, PREFIX, TIMED_WITH
 from portattn.compile.ensure_compiled import compile_in
 from portattn.config import Settings
 from portattn.launch import meta_call
@@ -59,22 +59,26 @@ TAKEN: dict[str, Problem] = {
     "padded keys": problem(seqlens_k=True), "narrow heads": problem(head_dim=40, head_dim_v=64, layout="bshd"),
     "one key head": problem(heads_k=1), "a gradient of the LSE": problem(grad_lse=True),
     "a negative scale": problem(negative_scale=True), "softcap": problem(softcap=True),
-    "a function": problem(score_mod=BENT), "repeatable": problem(deterministic=True),
-    "repeatable, in turns": problem(LARGE, deterministic=True), "packed": PACKED,
+    "a function": problem(score_mod=BENT), "hiding": problem(score_mod=HIDING), "packed": PACKED,
+    "repeatable": problem(deterministic=True), "repeatable, in turns": problem(LARGE, deterministic=True),
+    "lists": problem(**LISTED, layout="bshd"), "documents": problem(**LISTED, mask_mod=DOCUMENTS, softcap=True),
     "packed, causal, window": problem(PACKED, causal="bottom_right", window_left=40, head_dim=256, head_dim_v=256),
 }  # fmt: skip
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "bias": ({"bias": True}, "takes no bias"), "hiding": ({"score_mod": HIDING}, "functions that may hide keys"),
     "dropout": ({"dropout": True}, "takes no dropout"), "ALiBi": ({"alibi_slopes": True}, "takes no alibi_slopes"),
-    "left padding": ({"leftpad_q": True}, "takes no leftpad_q"),
-    "log": ({"score_mod": "t0 f log score\nout t0"}, "hide keys"),
+    "left padding": ({"leftpad_q": True}, "takes no leftpad_q"), "bias": ({"bias": True}, "takes no bias"),
     "fp32": ({"dtype": "fp32"}, "takes fp16 and bf16, not fp32"),
     "wide heads": ({"head_dim": 288, "head_dim_v": 128}, "takes heads of at most 256 columns, not 288"),
     "wide values": ({"head_dim_v": 264}, "takes heads of at most 256 columns, not 264"),
     "two widths": ({"head_dim_v": 64}, "takes K and V of one width, not 128 and 64"),
     "odd columns": ({"head_dim": 100, "head_dim_v": 100}, "writes through descriptors"),
     "unaligned": ({"aligned": False}, "reads through descriptors"), "empty": ({"seq_k": 0}, "seq_k is 0"),
-    "a function with tensors": ({"score_mod": "c0 f 1 0\nt0 f load c0 h\nout t0"}, "functions that read tensors"),
+    "lists, repeatable": (LISTED | {"deterministic": True}, "adds to dQ in any order where blocks are listed"),
+    "lists, wide heads": (LISTED | {"head_dim": 136, "head_dim_v": 136}, "of heads of at most 128 columns, not 136"),
+    "lists, small blocks": (LISTED | {"block_q": 64}, "takes lists of blocks of a multiple of 128, not (64, 128)"),
+    "lists, causal": (LISTED | {"causal": "bottom_right"}, "without causal, window and lengths of sequences"),
+    "a mask without lists": ({"mask_mod": PREFIX}, "takes a mask_mod beside lists of blocks alone"),
+    "a function with tensors": ({"score_mod": "c0 f 1 0\nt0 f load c0 h\nout t0"}, "score functions that read tensors"),
     "a function's sine": ({"score_mod": "t0 f sin score\nout t0"}, "takes functions without sin"),
     "a function's long derivative": ({"score_mod": LONG}, "whose derivative has at most 16 operations, not 20"),
     "a function and a cap": ({"score_mod": BENT, "softcap": True}, "takes neither a softcap beside a score_mod"),
@@ -259,6 +263,12 @@ FORMS: dict[str, Problem] = {
     "128, function, causal": problem(causal="bottom_right", score_mod=BENT),
     "128, function, repeatable": problem(score_mod=BENT, deterministic=True),
     "128, softcap, packed": problem(PACKED, softcap=True, window_left=40),
+    "64, lists": problem(**LISTED, head_dim=64, head_dim_v=64), "128, lists": problem(**LISTED),
+    "64, documents, function": problem(**LISTED, head_dim=64, head_dim_v=64, mask_mod=DOCUMENTS, score_mod=BENT),
+    "128, documents": problem(**LISTED, mask_mod=DOCUMENTS, seq_q=384, seq_k=512),
+    "128, prefix, softcap": problem(**LISTED, mask_mod=PREFIX, softcap=True),
+    "64, apart, lists, prefix": problem(**LISTED | {"seq_k": 640}, head_dim=64, head_dim_v=64, mask_mod=PREFIX),
+    "128, apart, lists, documents": problem(**LISTED | {"seq_k": 640}, mask_mod=DOCUMENTS),
     "256, function": problem(head_dim=256, head_dim_v=256, score_mod=BENT),
 }  # fmt: skip
 MOST_SPILLED = 128  # bytes a thread of all roles: a thread that only moves memory has 24 registers
@@ -272,12 +282,13 @@ def test_it_compiles_clean(gluon_compiler, gluon_target, form):
         VARIANT, plan_of(p, gluon_target), gluon_target, gluon_compiler, 120.0
     )
     assert failed is None, failed
-    assert len(kernels) == 3
+    assert len(kernels) == 3 + bool(p.mask_mod)
     for kernel in kernels:
         assert "serialized_wgmma" not in kernel.facts, kernel.function
-        assert kernel.facts["spills"] <= MOST_SPILLED * (2 if p.score_mod else 1), kernel.function
+        most = MOST_SPILLED * (6 if p.mask_mod else 2 if p.score_mod else 1)  # two groups, each with its operands
+        assert kernel.facts["spills"] <= most, kernel.function
         assert kernel.facts["scratchpad_bytes"] <= (SM_90.arch.scratchpad_bytes or 0), kernel.function
-    assert kernels[1].facts["wgmma"] > 0
+    assert kernels[-2].facts["wgmma"] > 0
     if VARIANT.timed_with(p):
         assert findings.broken_gates(findings.check_variant(VARIANT, p, gluon_target, kernels)) == []
 
@@ -292,7 +303,8 @@ def test_a_variant_needs_matrix_instructions_in_one_of_its_kernels():
 
 @pytest.mark.compiles
 @pytest.mark.parametrize(
-    "form", ["64, full", "128, causal", "128, repeatable", "128, in turns, causal", "128, function, causal"]
+    "form",
+    ["64, full", "128, causal", "128, repeatable", "128, in turns, causal", "128, function, causal", "128, documents"],
 )
 def test_a_left_operand_stays_until_its_product_has_ended(gluon_compiler, gluon_target, tmp_path, form):
     """Quirk cuda-0018: P and dS are operands in registers, and more than one product runs."""
@@ -320,10 +332,18 @@ def test_what_overwrites_is_seen():
 
 @pytest.fixture
 def chip(device):
-    """A device that the kernels are for."""
     return device_for(VARIANT, BASE, device)
 
 
+# Rows and keys that attend nothing, in every tile; rows that see other keys in each sequence and head.
+HOLES = "t0 i positive_mod q_idx 3\nt1 b ne t0 0\nt2 i positive_mod kv_idx 5\nt3 b ne t2 2\nt4 b and t1 t3\nout t4"
+VARIED = "t0 i sub q_idx kv_idx\nt1 i mul h 64\nt2 b le t0 t1\nt3 i mul b 99\nt4 b ge kv_idx t3\nt5 b and t2 t4\nout t5"
+LISTS: dict[str, dict[str, Any]] = {
+    "lists": LISTED | {"seq_q": 450, "seq_k": 700}, "prefix, cap": LISTED | {"mask_mod": PREFIX, "softcap": True},
+    "documents": LISTED | {"mask_mod": DOCUMENTS, "seq_q": 520, "seq_k": 700, "grad_lse": True},
+    "holes": LISTED | {"mask_mod": HOLES, "seq_k": 700}, "varied": LISTED | {"mask_mod": VARIED, "score_mod": ALIBI},
+    "wide blocks": LISTED | {"mask_mod": PREFIX, "block_q": 256, "block_k": 384, "seq_q": 700, "heads_k": 1},
+}  # fmt: skip
 SIZES: dict[str, dict[str, Any]] = {
     "square": {}, "one row": {"seq_q": 1}, "one key": {"seq_k": 1}, "more queries": {"seq_q": 700, "seq_k": 130},
     "more keys": {"seq_q": 100, "seq_k": 711}, "whole tiles": {"seq_q": 256, "seq_k": 512, "heads_k": 4},
@@ -342,6 +362,31 @@ SIZES: dict[str, dict[str, Any]] = {
 def test_gradients(chip, name, head_dim, causal):
     p = problem(**SIZES[name] | {"head_dim": head_dim, "head_dim_v": head_dim, "causal": causal})
     assert_variant_right(VARIANT, random_call(p, 1, device=chip.name))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [40, 64, 128])
+@pytest.mark.parametrize("name", LISTS)
+def test_gradients_of_lists(chip, name, head_dim):
+    """The random calls have NaN where nothing is attended."""
+    p = problem(**LISTS[name] | {"head_dim": head_dim, "head_dim_v": head_dim})
+    for seed in range(2):
+        assert_variant_right(VARIANT, random_call(p, seed, device=chip.name))
+
+
+@pytest.mark.parametrize("mask", ["", PREFIX])
+def test_statistics_are_of_whole_blocks_of_listed_queries(mask):
+    """And tell which tiles have rows that attend nothing, where a function decides it."""
+    pytest.importorskip("triton.experimental.gluon")
+    p = problem(**LISTED | {"block_q": 256}, mask_mod=mask, seq_q=300)
+    call = meta_call(p)
+    *finding, first, keys, _ = signatures(VARIANT, call)
+    assert [one.function for one in finding] == ["find_hidden_keys"] * bool(mask)
+    assert (first.constants["IDLE"], "turns" in keys.types) == (bool(mask), bool(mask))
+    tensors, launch = launch_tensors(call), VARIANT.described(call)
+    statistics, by_keys, _ = launch.steps({**VARIANT.views(p, tensors), **launch.fresh(call.q)})[-3:]
+    assert statistics.grid == (8 * 2 * 4,)  # two blocks of four tiles
+    assert by_keys.arguments["list_k"] == call.block_queries.stride(2)
 
 
 @pytest.mark.gpu
