@@ -70,7 +70,8 @@ def gradients(
     """Return the requested gradients by name, or None if no kernel of portattn's runs here.
 
     Extra memory: delta (B, Hq, Sq) float32; a variant's own, as gluon_backward's float32 dQ; a bias's gradient once
-    more in float32; with `parts=memory` (float32 alone) 6 bytes for each number of q, k, v and grad_out.
+    more in float32; with `parts=memory` (float32 alone) 6 bytes for each number of q, k, v and grad_out; q and grad_out
+    once more if a score function may hide rows.
 
     Args:
         tensors, values, lengths: the forward's, as a Request has them

@@ -170,13 +170,15 @@ def literal(word: str) -> bool | int | float | None:
 
 
 def may_hide(text: str) -> bool:
-    """Return whether a program of scores may give -inf: by a constant, a captured tensor, a logarithm or a division."""
-    return any(
-        node.op in ("log", "log2")
+    """Return whether a program of scores may give -inf: by a constant, a captured tensor, a logarithm, a division, or a
+    number that is too large for float16."""
+    program = parse(text)
+    words = {program.result, *(word for node in program.nodes for word in node.operands)}
+    return not words.isdisjoint(("inf", "-inf")) or any(
+        node.op in ("log", "log2", "half")
         or (node.op == "load" and node.kind == "f")
         or (node.op == "div" and literal(node.operands[1]) in (None, 0))
-        or any(word.lstrip("-") == "inf" for word in node.operands)
-        for node in parse(text).nodes
+        for node in program.nodes
     )
 
 
