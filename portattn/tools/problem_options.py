@@ -250,19 +250,24 @@ def problem_of_table(op: str, table: Mapping[str, Any]) -> Problem:
     """Return the Problem of a table of the options of `portattn plan`: `{"q": [1, 8, 64, 128], "causal": True, …}`.
 
     Raises ArgumentError naming the key or the option."""
-    known = {name.strip("-").replace("-", "_"): name for param in _keys.params for name in param.opts}
+    options = {name: option for option in _keys.params for name in option.opts}
+    known = {name.strip("-").replace("-", "_"): name for name in options}
     words = []
     for key, value in table.items():
         if key not in known:
             raise ArgumentError(op, key, value, f"is unknown: keys are op, name, {', '.join(known)}")
+        if getattr(options[known[key]], "is_flag", False) and not isinstance(value, bool):
+            raise ArgumentError(op, key, value, "must be true or false")
         text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
         words += [] if value is False else [known[key]] if value is True else [f"{known[key]}={text}"]
     try:
         given = _keys.make_context("plan", words).params
     except click.UsageError as error:
         option = getattr(error, "param", None)
-        key = option.name if option and option.name else "q"
-        raise ArgumentError(op, key, table.get(key), error.format_message()) from None
+        given_name = option.name if option else getattr(error, "option_name", None)
+        key = (given_name or "q").strip("-").replace("-", "_")
+        limit = "must have a value" if table.get(key) is True else error.format_message()
+        raise ArgumentError(op, key, table.get(key), limit) from None
     training = {name.strip("-"): given.pop(name.strip("-")) for name, _, _ in TRAINING}
     return training_problem(problem_from(op, **given), **training)
 

@@ -153,6 +153,8 @@ def test_problems_are_chosen_by_op_or_by_name():
     ("[1, 8, 4096, 128]", "[1, 7, 4096, 128]", 4, "heads_q is 32, but must be a multiple of the 7 key/value heads"),
     ('"attention"', '"attend"', 6, "op is 'attend', but must be one of attention, "),
     ("page_size = 16", "", 12, "--page-size must be given for paged_attention"),
+    ("causal = true", "softcap = nan", 10, "softcap is nan, but must be true or false"),
+    ("page_size = 16", "page_size = true", 17, "page_size is True, but must have a value"),
     ("page_size = 16", 'page_size = "x"', 17, "page_size is 'x', but Invalid value for '--page-size'"),
     ("[[problem]]\nname", "[[shape]]\nname", None, r"must have \[\[problem\]\] tables and nothing else"),
     ('"paged_attention"\nq', '"paged_attention"\nname = "prefill"\nq', 14, "name is 'prefill', but must be printable"),
