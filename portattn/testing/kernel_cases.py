@@ -51,6 +51,7 @@ TOLERANCES = {
 # What an entry may bound -> the fact, and the figure's name; None for the chip's name of its memory
 BOUNDS = {"spills": ("spills", "bytes spilled"), "registers": ("registers", "registers"),
           "shared_memory": ("scratchpad_bytes", None)}  # fmt: skip
+POWERS = {"num_warps": (1, 2, 4, 8, 16, 32), "num_ctas": (1, 2, 4, 8, 16)}  # values of compilers' options
 MOST_PROGRAMS = (2**31 - 1, 65535, 65535)  # along the axes of a grid
 STEPS = 200_000_000  # of a model of a chip, instructions of a wave; the time limit is shorter
 Number = bool | int | float
@@ -217,12 +218,14 @@ def _wrong(case: KernelCase) -> Iterator[tuple[str, str]]:
     if not case.name.isprintable():
         yield "name", f"{case.name!r} must be printable characters in one line"
     yield from ((key, f"{getattr(case, key)} must be at least 0") for key in BOUNDS if (getattr(case, key) or 0) < 0)
+    for name, known in POWERS.items():
+        if case.options.get(name, 1) not in known:
+            yield f"options.{name}", f"{case.options[name]} must be one of {', '.join(map(str, known))}"
     if case.tolerance is not None and not 0 < case.tolerance < math.inf:
         yield "tolerance", f"{case.tolerance} must be a number above 0"
     for name, kind in case.types.items():
-        known = [*(f"*{one}" for one in DTYPES), *SCALARS, NONE]
-        if kind not in known:
-            yield f"types.{name}", f"{kind!r} must be one of {', '.join(known)}"
+        if kind not in (kinds := [*(f"*{one}" for one in DTYPES), *SCALARS, NONE]):
+            yield f"types.{name}", f"{kind!r} must be one of {', '.join(kinds)}"
         if name in case.constants:
             yield f"constants.{name}", "is in types too"
     tensors = set(case.pointers)

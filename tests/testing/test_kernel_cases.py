@@ -62,6 +62,7 @@ def changed(tmp_path):
     ('columns = 50', 'columns = true', 11, "'values.columns': True must be a whole number from .*: the type is i32"),
     ('softmax of 50', 'softmax\\nof 50', 5, "key 'name': .* must be printable characters in one line"),
     ('spills = 0', 'spills = -1', 17, "key 'spills': -1 must be at least 0"),
+    ('num_warps = 2', 'num_warps = 3', 15, "'options.num_warps': 3 must be one of 1, 2, 4, 8, 16, 32"),
     ('spills = 0', 'registers = -1', 17, "key 'registers': -1 must be at least 0"),
     ('spills = 0', 'on = { h100 = {} }', 17, "key 'on.h100': must match a target, a backend, an arch or a family"),
     ('spills = 0', 'on.rocm = { grid = [0] }', 17, r"key 'on.rocm.grid': \[0\] must be one to three numbers"),
