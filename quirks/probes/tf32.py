@@ -18,7 +18,7 @@ def product(a, b, out, N: tl.constexpr, PRECISION: tl.constexpr):
     tl.store(out + rows, tl.dot(tl.load(a + rows), tl.load(b + rows), input_precision=PRECISION))
 
 
-def tf32(arm: str, bench: Bench, precision: str = "tf32") -> None:
+def probe(arm: str, bench: Bench, precision: str = "tf32") -> None:
     # The control is a product of 16-bit operands, whose precision is their own.
     kind = "*fp16" if arm == "control" else "*fp32"
     constants = {"N": 32, "PRECISION": precision if arm == "off" else "ieee"}
@@ -26,8 +26,8 @@ def tf32(arm: str, bench: Bench, precision: str = "tf32") -> None:
 
 
 def tf32x3(arm: str, bench: Bench) -> None:
-    tf32(arm, bench, "tf32x3")
+    probe(arm, bench, "tf32x3")
 
 
 if __name__ == "__main__":
-    main(tf32, "rocm:gfx90a", __doc__)
+    main(probe, "rocm:gfx90a", __doc__)

@@ -123,7 +123,7 @@ def test_real_compiler() -> None:
 def test_the_day_the_compiler_is_fixed(tmp_path: Path) -> None:
     program = Path(KNOWN.quirks["rocm-0018-tf32-refused"].file).parent.parent / "probes" / "tf32.py"
     harness = program.with_name("harness.py")
-    quirk = plant(tmp_path, program=program.read_text().replace('"tf32" if arm == "off" else "ieee"', '"ieee"'))
+    quirk = plant(tmp_path, program=program.read_text().replace('precision if arm == "off" else "ieee"', '"ieee"'))
     (tmp_path / "probes" / "harness.py").write_text(harness.read_text())
     result = probing.run(quirk, seconds=300)
     assert (result.verdict, result.control.word, result.off.word) == ("stale", "pass", "pass"), result
