@@ -43,6 +43,7 @@ class Recogniser(_Pattern, frozen=True, kw_only=True):
     signature: str = ""
     passes_on: bool = False
     not_a_bug: str = ""
+    beside: str = ""
 
 
 class Patterns(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -78,7 +79,7 @@ def patterns() -> Patterns:
         return {name: insert(one) for name, one in value.items()} if isinstance(value, dict) else value
 
     for row in data["failure"]:
-        row["pattern"] = "".join(row["pattern"])
+        row.update({key: "".join(row[key]) for key in ("pattern", "beside") if key in row})
     return toml_reader.convert(insert(data), Patterns, PATTERNS, text)
 
 
@@ -262,7 +263,8 @@ _ENDS = re.compile(
     r"(?!\n+(?:[ \t]|///|During handling|The above exception|loc\(|\[Convert|error:|[\"')]))"
     r"|^[^\S\n]*///-+\[ERROR\]\[Triton\]\[END\]-*$"
     r"|^(?:.*\bcore dumped\b.*|Aborted|Segmentation fault|exit status \d+)$"
-    r"|^.*(?:Assertion [`'].*' failed\.?|UNREACHABLE executed at .*|LLVM ERROR: (?!Cannot select: (?:0x|t\d)).*)$"
+    r"|^.*(?:Assertion [`'].*' failed\.?|UNREACHABLE executed at .*|LLVM ERROR: (?!Cannot select: (?:0x|t\d)).*)"
+    r"(?:\nPipeline failed while .*)?$"
     r"|^(?:FAILED|PASSED|ERROR) \S+::.*$",
     re.MULTILINE,
 )

@@ -61,7 +61,8 @@ def _matches(text: str) -> list[_Match]:
     taken: list[tuple[int, int]] = []  # spans of causes, in order; none of them overlaps another
     found = []
     for rank, row in enumerate(patterns().failure):
-        free = [match for match in row.regex.finditer(text) if not _overlaps(match.span("cause"), taken)]
+        found_here = row.regex.finditer(text) if re.search(row.beside, text) else ()
+        free = [match for match in found_here if not _overlaps(match.span("cause"), taken)]
         found += [_Match(rank, row, match) for match in free]
         taken = sorted([*taken, *(match.span("cause") for match in free)])
     return found
@@ -295,6 +296,8 @@ def environment_in(text: str, family: str, registry: Registry) -> LoggedEnvironm
 _Arches = Mapping[str, Mapping[str, Arch]]
 # What precedes a number in an arch's name: what begins so is a chip, known or not.
 _PREFIX = re.compile(r"^[a-z_]+")
+# A line that tells the machine, of a report that names other chips, too.
+_LABELLED = re.compile(r"^[^\n:=|]{0,20}\b(?:GPU|NPU|device|hardware)s?\b[^\n:=|]{0,30}[:=|][^\n]*", re.I | re.M)
 _VARIANT = re.compile(r"(?<=\d)[a-z]$")  # of a chip whose name for Triton is a number, as ptxas writes it: sm_90a
 
 
@@ -321,18 +324,21 @@ def _chip(text: str, registry: Registry, owner: LogValue | None) -> tuple[LogVal
     # No compiler's own words: a name alone counts where the log names one chip only, and does not ask for it.
     words_of = {backend: described.device_words for backend, described in registry.backends.items()}
     bare = _WANTED.sub("", text)
-    products = target_names.mentioned_chips(bare, arches, words_of)
-    named: dict[tuple[str, str], str] = {}
-    unknown: dict[tuple[str, str], str] = {}
-    for prefix, backend in prefixes.items():  # sm87 is written for sm_87, too
-        for number in re.findall(rf"\b{re.escape(prefix.rstrip('_'))}_?(\d{{2,4}}[a-z]?)\b", bare.lower()):
-            name = next((n for n in (prefix + number, _VARIANT.sub("", prefix + number)) if n in arches[backend]), "")
-            (named if name else unknown)[backend, name or prefix + number] = prefix + number
-    if named or products or len(unknown) != 1:  # a product counts less than an arch, whoever names it
-        products = products if named else target_names.bare_chips(bare, arches) | products
-        named |= products
-    else:
-        named = unknown
+    for part in ("\n".join(_LABELLED.findall(bare)), bare):
+        products = target_names.mentioned_chips(part, arches, words_of)
+        named: dict[tuple[str, str], str] = {}
+        unknown: dict[tuple[str, str], str] = {}
+        for prefix, backend in prefixes.items():  # sm87 is written for sm_87, too
+            for number in re.findall(rf"\b{re.escape(prefix.rstrip('_'))}_?(\d{{2,4}}[a-z]?)\b", part.lower()):
+                chip, family = prefix + number, _VARIANT.sub("", prefix + number)
+                name = next((each for each in (chip, family) if each in arches[backend]), "")
+                (named if name else unknown)[backend, name or chip] = chip
+        if named or products or len(unknown) != 1:  # a product counts less than an arch, whoever names it
+            named |= products if named else target_names.bare_chips(part, arches) | products
+        else:
+            named = unknown
+        if len(named) == 1:
+            break
     if len(named) > 1 and owner:
         named = {pair: words for pair, words in named.items() if pair[0] == owner.value}
     if len(named) == 1:
@@ -410,7 +416,9 @@ def _version(text: str, found: Iterable[str]) -> LogValue | None:
             continue
         # A build's label is no other version: 3.6.0 and 3.6.0+git0.
         versions.setdefault(version.partition("+")[0], LogValue(version, " ".join(match.group().split())))
-    return next(iter(versions.values())) if len(versions) == 1 else None
+    # `3.6` in a sentence is 3.6.0's, or another release's beside the installed one's whole version.
+    whole = [found for version, found in versions.items() if version.count(".") > 1] or [*versions.values()]
+    return whole[0] if len(whole) == 1 else None
 
 
 def _found(text: str, expressions: Iterable[str]) -> Iterator[re.Match[str]]:
