@@ -332,7 +332,8 @@ def _chip(text: str, registry: Registry, owner: LogValue | None) -> tuple[LogVal
             for number in re.findall(rf"\b{re.escape(prefix.rstrip('_'))}_?(\d{{2,4}}[a-z]?)\b", part.lower()):
                 chip, family = prefix + number, _VARIANT.sub("", prefix + number)
                 name = next((each for each in (chip, family) if each in arches[backend]), "")
-                (named if name else unknown)[backend, name or chip] = chip
+                of_several = any(each.startswith(chip) for each in arches[backend])  # gfx11 is a family's beginning
+                (named if name else unknown)[backend, name or ("" if of_several else chip)] = chip
         if named or products or len(unknown) != 1:  # a product counts less than an arch, whoever names it
             named |= products if named else target_names.bare_chips(part, arches) | products
         else:
