@@ -111,7 +111,8 @@ def bare_chips(text: str, arches: Arches) -> dict[tuple[str, str], str]:
         words = _squeezed(match.group())
         name, length = names[words.lower()], len(words)
         before, after = text[max(match.start() - 12, 0) : match.start()], text[match.end() : match.end() + 16]
-        behind = _GPU_BEFORE.search(before) or (length >= _SHORTEST_ON and _ON_A.search(before))
+        on_it = _ON_A.search(before) and (length >= _SHORTEST_ON or after[:1] in ("", "\n"))
+        behind = _GPU_BEFORE.search(before) or on_it
         if words.isdigit():
             alone = bool(behind and _NO_AMOUNT.match(after))
         else:
