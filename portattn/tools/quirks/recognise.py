@@ -230,7 +230,8 @@ def _without(log: Stream, lines: list[Line]) -> str:
 
 # What a text says of the chip that something takes, and that this one may not be: "requires .target sm_100 or higher".
 _WANTED = re.compile(
-    r"(?:\b(?:requir\w*|needs?|at least|instead of|works?|only|unlike|not on|older)\b|(?<!not )(?<!not being )(?<!n't )\bsupported\b)"
+    r"(?:\b(?:requir\w*|needs?|at least|instead of|works?|only|unlike|not on|older)\b"
+    r"|(?<!not )(?<!not being )(?<!n't )\bsupported\b)"
     r"[^\n]*|\bpre[- ]\w+|\b\w+(?:\+|,? (?:or|and) (?:higher|newer|later|above|greater|up)\b)"
     r"|\b\w*ARCH\w*=[^\s;,]+[;,]\S*|-gencode\S*|architecture flags:[^\n]*",  # the chips that something was built for
     re.IGNORECASE,
