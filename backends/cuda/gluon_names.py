@@ -65,8 +65,8 @@ CARRIES_ADDRESSES: gl.constexpr = gl.constexpr(tuple(map(int, triton.__version__
 aggregate = gluon.aggregate if hasattr(gluon, "aggregate") else core._aggregate
 
 __all__ = [
-    "CARRIES_ADDRESSES", "aggregate", "arrive", "gather", "hide", "load", "reduce_add", "reinterpreted", "store",
-    "sync",
+    "CARRIES_ADDRESSES", "aggregate", "argument_or", "arrive", "gather", "hide", "load", "reduce_add", "reinterpreted",
+    "store", "sync",
 ]  # fmt: skip
 
 
@@ -92,3 +92,11 @@ def hide(n):
     """Return an int32 as unknown to the compiler, which computes anew what follows from it: a loop's steps else have
     such values in common, and keep them in registers or spill them."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [n], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def argument_or(x, other):
+    """Return an argument, or the other one, which is not read, for None."""
+    if x is None:
+        x = other
+    return x

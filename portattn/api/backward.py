@@ -150,12 +150,15 @@ class _Way:
         self.qkv = [(name, self.source[name]) for name in ("q", "k", "v")]
         self.lists_rows, self.lists_queries = "block_rows" in names, "block_queries" in names
         self._fixed, self._forward = row.fixed, (*before.fixed, "backend", "validate")
+        self._mod, self._layout = (
+            self._forward.index(name) if name in self._forward else None for name in ("score_mod", "layout")
+        )
         self._known: dict[Any, Any] = {}
         self._last: tuple[Any, Any, Any] = (None, None, None)  # values, the rest of the key, the result
 
     def may_hide_rows(self, values: Sequence[Any]) -> bool:
         """Return whether a score function may hide all keys from a row: no mask tells, and 0·NaN of it is NaN."""
-        program = values[self._forward.index("score_mod")] if "score_mod" in self._forward else None
+        program = None if self._mod is None else values[self._mod]
         return program is not None and may_hide(program)
 
     def without_hidden_rows(
@@ -163,7 +166,7 @@ class _Way:
     ) -> tuple[list[Any], torch.Tensor]:
         """Return the tensors and the gradient with 0 in rows that attend nothing: kernels need not look for them."""
         hidden = lse == float("-inf")
-        heads_first = "layout" in self._forward and values[self._forward.index("layout")] == "bhsd"
+        heads_first = self._layout is not None and values[self._layout] == "bhsd"
         hidden = (hidden if heads_first else hidden.mT)[..., None]
         found = list(tensors)
         found[self.source["q"]] = tensors[self.source["q"]].masked_fill(hidden, 0.0)

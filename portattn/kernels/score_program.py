@@ -169,6 +169,7 @@ def literal(word: str) -> bool | int | float | None:
     return int(word) if word.lstrip("-").isdigit() else float(word)
 
 
+@functools.lru_cache(maxsize=1024)
 def may_hide(text: str) -> bool:
     """Return whether a program of scores may give -inf: by a constant, a captured tensor, a logarithm, a division, or a
     number that is too large for float16."""

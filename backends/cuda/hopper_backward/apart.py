@@ -30,7 +30,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from portattn.backends.cuda.gluon_names import aggregate, arrive, hide, load, reduce_add, store, sync
 from portattn.backends.cuda.hopper_backward.block_lists import (
     clear_idle_rows,
-    clear_rows,
     first_cursor,
     hidden_keys,
     list_of,
@@ -58,6 +57,7 @@ from portattn.backends.cuda.hopper_backward.tile_scheduler import (
     rows_loaded,
     work_of,
 )
+from portattn.backends.cuda.hopper_forward.fragments import clear_rows
 from portattn.backends.cuda.hopper_forward.tile_scheduler import attention_mask, last_seen
 
 # Named barriers beside consumer.py's: half g of a tile of dQ lies in shared memory; its memory may be written again.
@@ -420,8 +420,8 @@ def _consume(scale, factor, sizes, shared, group: gl.constexpr, form):
             some, there = hidden_keys(group * HALF, HALF, work, sizes, form, 4)
             if (steps > 0) & some:
                 mbarrier.wait(shared.do_full.index(i & 1), (i >> 1) & 1)
-                clear_rows(k, there, form.DIM, 4)
-                clear_rows(v, there, form.DIM, 4)
+                clear_rows(k, there, form.DIM)
+                clear_rows(v, there, form.DIM)
             sync(TOGETHER, THREADS)
         dk = gl.zeros([HALF, form.DIM], gl.float32, form.SUMS)
         dv = gl.zeros([HALF, form.DIM], gl.float32, form.SUMS)

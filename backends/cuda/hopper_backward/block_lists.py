@@ -13,11 +13,10 @@ the keys; the kernel of the statistics names tiles with such rows. Both are clea
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from portattn.backends.cuda.gluon_names import aggregate
 from portattn.backends.cuda.hopper_forward import FLAGS
-from portattn.backends.cuda.hopper_forward.fragments import FunctionTensors, no_tensors
+from portattn.backends.cuda.hopper_forward.fragments import FunctionTensors, clear_rows, no_tensors
 
 _FLAGS: gl.constexpr = gl.constexpr(FLAGS)
 
@@ -176,16 +175,6 @@ def where_seen(p, first, KEYS: gl.constexpr, m, head, work, sizes, form):
 
 
 @gluon.jit
-def clear_rows(place, there, DIM: gl.constexpr, WARPS: gl.constexpr):
-    """Clear rows of shared memory (rows, DIM) that are not there, by so many warps. there: of `hidden_keys`' layout."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
-    for j in gl.static_range(DIM // 64):  # few registers at a time: accumulators have most of them
-        part = place.slice(j * 64, 64, dim=1)
-        part.store(gl.where(there, part.load(layout), 0.0).to(place.dtype))
-    fence_async_shared()
-
-
-@gluon.jit
 def hidden_keys(first, KEYS: gl.constexpr, work, sizes, form, WARPS: gl.constexpr):
     """Return whether some key of the block is attended by no query of its query heads, and for KEYS of them from the
     first on whether each is attended, [KEYS, 1]."""
@@ -210,5 +199,5 @@ def clear_idle_rows(q, do, statistics, form, WARPS: gl.constexpr):
     # Loaded along the row: a permuted view of the slice gave other rows' numbers (H200, Triton 3.6.0).
     across: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, WARPS], [0, 1])
     there = gl.permute(statistics.slice(0, 1).load(across), (1, 0)) < float("inf")
-    clear_rows(q, there, form.DIM, WARPS)
-    clear_rows(do, there, form.DIM, WARPS)
+    clear_rows(q, there, form.DIM)
+    clear_rows(do, there, form.DIM)

@@ -19,7 +19,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from portattn.backends.cuda.gluon_names import arrive, store, sync
 from portattn.backends.cuda.hopper_backward.block_lists import (
     clear_idle_rows,
-    clear_rows,
     hidden_keys,
     listed_steps,
     read_word,
@@ -34,7 +33,7 @@ from portattn.backends.cuda.hopper_backward.tile_scheduler import (
     tile_at,
     work_of,
 )
-from portattn.backends.cuda.hopper_forward.fragments import final_scores, following, with_derivative
+from portattn.backends.cuda.hopper_forward.fragments import clear_rows, final_scores, following, with_derivative
 from portattn.backends.cuda.hopper_forward.tile_scheduler import attention_mask, last_seen
 
 
@@ -70,7 +69,7 @@ def clear_rows_outside(place, first, end, ROWS: gl.constexpr, DIM: gl.constexpr,
     """Clear the rows of shared memory (ROWS, DIM) before `first` and from `end` on, by so many warps."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     row = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, layout)), 1)
-    clear_rows(place, (row >= first) & (row < end), DIM, WARPS)
+    clear_rows(place, (row >= first) & (row < end), DIM)
 
 
 # Named barriers: all of the consumer; a tile of dQ lies in shared memory; that memory may be written again; buffer b of
@@ -338,8 +337,8 @@ def consume(dk_desc, dv_desc, grad_k, grad_v, dk_strides, dv_strides, scales, fa
         if steps > 0:
             some, there = hidden_keys(0, form.KEYS, work, sizes, form, 8)
             if some:
-                clear_rows(k, there, form.DIM, 8)
-                clear_rows(v, there, form.DIM, 8)
+                clear_rows(k, there, form.DIM)
+                clear_rows(v, there, form.DIM)
         sync(TOGETHER, THREADS)
     dk = gl.zeros([form.KEYS, form.DIM], gl.float32, form.SUMS)
     dv = gl.zeros([form.KEYS, form.DIM], gl.float32, form.SUMS)

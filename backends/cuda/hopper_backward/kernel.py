@@ -24,7 +24,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from portattn.backends.cuda.gluon_names import arrive, load, reduce_add, sync
+from portattn.backends.cuda.gluon_names import argument_or, arrive, load, reduce_add, sync
 from portattn.backends.cuda.hopper_backward.apart import attend_apart
 from portattn.backends.cuda.hopper_backward.block_lists import (
     BlockLists,
@@ -38,6 +38,7 @@ from portattn.backends.cuda.hopper_backward.block_lists import (
 )
 from portattn.backends.cuda.hopper_backward.consumer import DO_FREE, DQ_FREE, DQ_FULL, PARTY, Q_FREE, consume
 from portattn.backends.cuda.hopper_backward.tile_scheduler import (
+    ONE,
     TO_FIRST,
     TO_SECOND,
     WRITERS,
@@ -57,7 +58,7 @@ from portattn.backends.cuda.hopper_backward.tile_scheduler import (
     wait_for,
     work_of,
 )
-from portattn.backends.cuda.hopper_forward.fragments import argument_or, function_tensors, score_function
+from portattn.backends.cuda.hopper_forward.fragments import function_tensors, score_function
 
 
 @gluon.jit
@@ -66,7 +67,7 @@ def _produce(q_desc, do_desc, k_desc, v_desc, edge_q_desc, edge_do_desc, statist
     work = work_of(block_number(shared, form, 1), sizes, form, form.KEYS, True, 1)
     tiles = query_tiles(work, sizes, form)
     count = tiles.end - tiles.begin
-    steps, some = count * sizes.share, count > 0
+    steps, some = count * sizes.share, count > 0  # steps > 0 would spill in turns (Triton 3.8.0)
     if form.LISTED_K:
         steps, cursor = listed_steps(work, sizes, form), first_cursor(work, sizes, form)
         some = steps > 0
@@ -208,8 +209,7 @@ def _attend_block(q_desc, do_desc, k_desc, v_desc, edge_q_desc, edge_do_desc, st
     else:
         block_smem = statistics
     if form.LISTED_K:
-        word: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        places = gl.allocate_shared_memory(gl.int32, [form.STAGES, 1], word)
+        places = gl.allocate_shared_memory(gl.int32, [form.STAGES, 1], ONE)
     else:
         places = statistics
     shared = BackwardSharedMemory(

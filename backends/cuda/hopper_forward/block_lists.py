@@ -12,10 +12,10 @@ keys that the mask function shows no query of any listed block; their values are
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from portattn.backends.cuda.hopper_forward import FLAGS
-from portattn.backends.cuda.hopper_forward.fragments import list_of, score_function
+from portattn.backends.cuda.hopper_forward.fragments import clear_rows, list_of, score_function
 
 _FLAGS: gl.constexpr = gl.constexpr(FLAGS)
 
@@ -73,10 +73,7 @@ def clear_hidden(flags, hidden, slot, phase, shared, form):
         layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
         row = gl.arange(0, form.KEYS, gl.SliceLayout(1, layout))
         shown = gl.expand_dims(gl.load(flags + _FLAGS + row) != 0, 1)
-        for j in gl.static_range(form.DIM // 64):
-            part = v.slice(j * 64, 64, dim=1)
-            part.store(gl.where(shown, part.load(layout), 0.0).to(v.dtype))
-        fence_async_shared()
+        clear_rows(v, shown, form.DIM)
 
 
 @gluon.jit

@@ -16,7 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from portattn.backends.cuda.gluon_names import aggregate, store
+from portattn.backends.cuda.gluon_names import aggregate, argument_or, store
 from portattn.backends.cuda.hopper_forward import FLAGS, GROUP_ROWS
 
 _ROWS: gl.constexpr = gl.constexpr(GROUP_ROWS)
@@ -187,14 +187,6 @@ class FunctionTensors:
     def __init__(self, c0, c1, c2, c3, n0, n1, n2, n3, n4, n5, n6, n7):
         self.c0, self.c1, self.c2, self.c3 = c0, c1, c2, c3
         self.n0, self.n1, self.n2, self.n3, self.n4, self.n5, self.n6, self.n7 = n0, n1, n2, n3, n4, n5, n6, n7
-
-
-@gluon.jit
-def argument_or(x, other):
-    """Return an argument, or the other one, which is not read, for None."""
-    if x is None:
-        x = other
-    return x
 
 
 @gluon.jit
@@ -379,6 +371,15 @@ def masked_scores(s, limits, n, form, first: gl.constexpr = False):
 
 
 @gluon.jit
+def clear_rows(place, there, DIM: gl.constexpr):
+    """Clear rows of shared memory [rows, DIM] that are not there, by the warps of the layout of `there`, [rows, 1]."""
+    for j in gl.static_range(DIM // 64):  # few registers at a time: accumulators have most of them
+        part = place.slice(j * 64, 64, dim=1)
+        part.store(gl.where(there, part.load(there.type.layout), 0.0).to(place.dtype))
+    fence_async_shared()
+
+
+@gluon.jit
 def clear(v, first, end, n, limits, form):
     """Clear the rows of V, key tile n's, before `first`, from `end` on, and those that the tree mask hides."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -388,10 +389,7 @@ def clear(v, first, end, n, limits, form):
         node = row + (n * form.KEYS - limits.first)
         hidden = (limits.hidden >> gl.minimum(gl.maximum(node, 0), 63).to(gl.int64)) & 1
         there = there & ((node < 0) | (hidden == 0))
-    for j in gl.static_range(form.DIM // 64):  # few registers at a time: the accumulator has most of them
-        part = v.slice(j * 64, 64, dim=1)
-        part.store(gl.where(there, part.load(layout), 0.0).to(v.dtype))
-    fence_async_shared()
+    clear_rows(v, there, form.DIM)
 
 
 @gluon.jit

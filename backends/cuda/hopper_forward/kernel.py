@@ -27,12 +27,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from portattn.backends.cuda.gluon_names import load, reinterpreted, sync
+from portattn.backends.cuda.gluon_names import argument_or, load, reinterpreted, sync
 from portattn.backends.cuda.hopper_forward import GROUP_ROWS
 from portattn.backends.cuda.hopper_forward.block_lists import first_tile, listed_tile
 from portattn.backends.cuda.hopper_forward.consumer import consume
 from portattn.backends.cuda.hopper_forward.fragments import (
-    argument_or,
     following,
     function_tensors,
     list_of,
